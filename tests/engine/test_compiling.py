@@ -55,7 +55,7 @@ def test_a_process_that_dies_costs_its_kernel_alone(processes: int) -> None:
     found = compiled(["m.a", "m.dies", "m.b", "m.dies_too", "m.c"], processes)
     assert found.keys() == {"m.a", "m.dies", "m.b", "m.dies_too", "m.c"}
     assert {name for name, error in found.items() if error} == {"m.dies", "m.dies_too"}
-    assert found["m.dies"] == f"the process that compiled it ended with code {-signal.SIGKILL}"
+    assert found["m.dies"] == f"the process that compiled it ended with exit code {-signal.SIGKILL}"
 
 
 def test_no_process_is_left_where_nobody_waits() -> None:
@@ -125,7 +125,7 @@ def test_what_a_start_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (lambda: os._exit(3), "the compiling process ended with code 3"),
+        (lambda: os._exit(3), "the compiling process ended with exit code 3"),
         (lambda: (_ for _ in ()).throw(ValueError("no such layer")), "ValueError: no such layer"),
     ],
     ids=["dies", "raises"],

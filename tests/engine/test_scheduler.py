@@ -55,7 +55,7 @@ def test_what_can_never_run_is_refused_at_once(
 
 @pytest.mark.parametrize("token", [-1, 2**31])
 def test_numbers_that_are_no_tokens_are_refused(token: int) -> None:
-    with pytest.raises(RequestError, match="no vocabulary"):
+    with pytest.raises(RequestError, match="cannot be a token id"):
         engine().submit(ask("r", [1, token]))
 
 
@@ -412,9 +412,9 @@ def test_stats() -> None:
     [
         (lambda f: f.allocator.alloc(1), "known holders"),
         (lambda f: f.scheduler._running.last.pages.append(60), "known holders"),
-        (lambda f: f.scheduler._running.last.pages.reverse(), "the prefix cache says"),
-        (lambda f: setattr(f.scheduler._running.last, "num_computed", 13), "only 3 pages"),
-        (lambda f: setattr(f.scheduler._running.last, "num_computed", 10), "nothing left"),
+        (lambda f: f.scheduler._running.last.pages.reverse(), "its path in the prefix cache"),
+        (lambda f: setattr(f.scheduler._running.last, "num_computed", 13), "has 3 pages, too few"),
+        (lambda f: setattr(f.scheduler._running.last, "num_computed", 10), "runs but has no token left"),
         (lambda f: f.scheduler._running.remove(f.scheduler._running.last), "known holders"),
     ],
 )

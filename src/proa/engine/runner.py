@@ -1,4 +1,4 @@
-"""Planned steps on an executor: requests become spans, results belong to requests again. Never: scheduling, devices."""
+"""Runs planned steps on an executor: requests to spans, results by span to results by request. Never: scheduling."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Runner:
 
 
 def step_batch(plan: StepPlan, *, follows: bool = False) -> StepBatch:
-    """follows: only the device knows the tokens."""
+    """The plan as a batch. follows: the tokens are known only on the device; 0 stands in their place."""
     spans: list[Span] = []
     sampled: list[int] = []
     before: list[tuple[int, int]] = []
@@ -107,7 +107,8 @@ def step_batch(plan: StepPlan, *, follows: bool = False) -> StepBatch:
 
 
 def _prompt_logprobs(span: int, item: StepItem, row: int, top: int) -> list[PromptLogprobs]:
-    """Of the prompt tokens that this chunk's rows predict; none after a preemption, which computes them again."""
+    """The prompt tokens that this chunk's rows predict. Empty once tokens were generated: a preempted
+    request computes its prompt again."""
     request = item.request
     if request.num_generated:
         return []

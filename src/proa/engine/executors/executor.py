@@ -90,7 +90,8 @@ class Executor(Protocol[S]):
 def step_result(
     batch: StepBatch, sampled: Sequence[int], choices: Sequence[SampledToken], faults: dict[int, str]
 ) -> StepResult:
-    """choices: of each of batch.rows_of(sampled). faults: spans whose hidden states are NaN or infinite, and why."""
+    """Collect a step's results by span. choices: one for each of batch.rows_of(sampled). faults: spans whose hidden
+    states are NaN or infinite, and why."""
     result, rows = StepResult(), iter(choices)
     for span in sampled:
         own = [next(rows) for _ in range(1 + batch.spans[span].num_drafts)]
@@ -129,7 +130,8 @@ def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledTok
 def prompt_logprobs(
     batch: StepBatch, score: Callable[[Sequence[int], Sequence[int], int], list[TokenLogprob]]
 ) -> dict[int, list[TokenLogprob]]:
-    """By span. score(rows, tokens, top): log-probabilities of a token after each of up to SCORED_ROWS rows."""
+    """Log-probabilities of prompt tokens, by span. score(rows, tokens, top): those of one token after each of up to
+    SCORED_ROWS rows."""
     found: dict[int, list[TokenLogprob]] = {}
     for asked in batch.prompt_logprobs:
         scores = found.setdefault(asked.span, [])
@@ -141,7 +143,7 @@ def prompt_logprobs(
 
 
 def unfinished(parts: P | None) -> P:
-    """Raises ValueError for a step that was launched as a whole."""
+    """The parts of a step launched with in_parts. Raises ValueError for a step that was launched as a whole."""
     if parts is None:
-        raise ValueError("this step was not launched in parts")
+        raise ValueError("only a step launched with in_parts=True can be advanced, but this one was launched whole")
     return parts

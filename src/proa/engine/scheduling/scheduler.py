@@ -8,8 +8,7 @@ A step is in flight from plan() to commit(). Meanwhile requests may be submitted
 the step reads or writes gets another owner. Any number of steps may be in flight, each request in one of them, and they
 are committed in any order, with two special cases. plan_ahead() gives the step after the one in flight before that
 one's tokens are known (overlap scheduling); if a request ends in between, its row there is discarded. With turns
-(engine/lane.py) plan() puts prefill chunks into `beside`: one step, computed between decode steps. The rules, the most
-important first:
+(engine/lane.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
 
 1. The order of service is total: smaller priority, then earlier arrival. When pages run out, the last running request
    is preempted (its tokens stay; it waits at its old place and computes them again, mostly from the prefix cache). The
@@ -52,9 +51,8 @@ class Scheduler:
         self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
         copy_rules: CopyRules | None = None, *, turns: bool = False, phases: Phases | None = None,
     ) -> None:  # fmt: skip
-        """copy_rules: for a prefix cache with copies of recurrent states. turns: prefill chunks are planned in steps of
-        their own, `beside`, while other requests decode; FixedPhases require it, because they allow one phase per
-        step."""
+        """copy_rules: for a prefix cache with copies of recurrent states. turns: while requests decode, prefill chunks
+        are planned in a step of their own, `beside`; required by FixedPhases, which allow one phase per step."""
         self.limits = limits
         self._phases: Phases = phases or FreePhases()
         self._allocator = allocator
@@ -105,8 +103,7 @@ class Scheduler:
     # ---- intake
 
     def submit(self, source: EngineRequest) -> None:
-        """Queue a request. Raises RequestError, ContextLengthExceeded, ResourceError or QueueFull, with nothing
-        changed."""
+        """Queue a request, or raise RequestError, ContextLengthExceeded, ResourceError or QueueFull."""
         if source.id in self._requests:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
@@ -151,8 +148,7 @@ class Scheduler:
     def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
         plan must be followed by commit() or fail_all(). May set `beside` to a new step, whose `copy_from` copies must
-        be made before the returned step writes anything. prompt_tokens: limit of prefill tokens in a step, with turns.
-        """
+        be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
         budget_tokens = self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
             budget_tokens = min(budget_tokens, prompt_tokens)
@@ -210,15 +206,13 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]], replaced: Collection[str] = ()
     ) -> list[TokenEvent]:
-        """Take the results of a step. sampled: by request id, 1..1+lookahead_tokens new tokens of each item that
-        samples.
+        """Take the results of a step. sampled: 1..1+lookahead_tokens new tokens of each item that samples, by id.
 
         All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
         Returns an event for each such item whose request was not aborted; tokens after the end are dropped, the eos or
-        stop token is in `stop_token` only, and the engine fills in logprobs. `replaced`: ids of requests with whose
-        token a step planned ahead does not continue; they are preempted when that step is committed. Raises ValueError,
-        with nothing changed, if `plan` is not in flight, the step before it is not committed yet, or `sampled` does not
-        fit it.
+        stop token is in `stop_token` only, and the engine fills in logprobs. `replaced`: ids of requests that a step
+        planned ahead continues with another token; they are preempted when that one is committed. Raises ValueError,
+        with nothing changed, if `plan` is not in flight, the step before it still is, or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
         if self._copying:
@@ -337,8 +331,7 @@ class Scheduler:
         return self._copying.leads(request) if self._copying else request.num_computed < request.num_shareable
 
     def _may_match(self, request: Request) -> bool:
-        """Whether a cached prefix may be used: not if log-probabilities of prompt tokens are requested, which need
-        these tokens' hidden states."""
+        """Whether a cached prefix may be used: logprobs of prompt tokens need these tokens to be computed."""
         return request.sampling.prompt_logprobs is None or request.num_generated > 0
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:

@@ -11,9 +11,7 @@ class StepBuilder:
         """budget_tokens: tokens left for prefill chunks. apart: while any request decodes, chunks form a step of their
         own, which has the whole budget."""
         self.budget_tokens = budget_tokens
-        self.copy_from: dict[
-            str, int
-        ] = {}  # id of a request admitted here -> slot of the states it starts from
+        self.copy_from: dict[str, int] = {}  # id of a request admitted here -> slot of the states it starts from
         self._apart = apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
