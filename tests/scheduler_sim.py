@@ -157,8 +157,8 @@ class FakeEngine:
         return self._end(plan, table, 0, lambda name: False)
 
     def _begin_beside(self, plan: StepPlan, now: StepPlan) -> None:
-        """Launch the step beside. A device may compute any part of it at any time until it is finished, so its pages and
-        states are overwritten with wrong values now: no other step may read them."""
+        """Launch the step beside. A device may compute any part of it at any time until it is finished, so its pages
+        and states get wrong values now: no other step may read them."""
         self._check_plan(plan)
         slots = {item.request.state_slot for step in (plan, now) for item in step.items}
         assert len(slots) == len(plan.items) + len(now.items)

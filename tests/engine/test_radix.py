@@ -162,7 +162,7 @@ def test_hot_leaves_do_not_pile_up() -> None:
         (lambda c: c._allocator.share(c.match("ab").pages), "references"),
     ],
 )
-def test_check_notices_damage(damage, message: str) -> None:
+def test_check_detects_damage(damage, message: str) -> None:
     cache, allocator = make()
     fill(cache, allocator, tuple("ab"))
     damage(cache)

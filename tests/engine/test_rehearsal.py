@@ -62,7 +62,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TINY])
-def test_what_is_compiled_is_what_launches_find(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+def test_compiled_keys_are_those_of_launches(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     """Keys of the cache on disk, those of the compiler and those by Triton's own way from a launch there."""
     found = rehearsed[name]
     assert found["ours"] > 20
@@ -84,7 +84,7 @@ def test_batch_sizes_share_variants(rehearsed: dict[str, dict[str, Any]], name: 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_how_many_a_model_needs(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_number_of_variants_of_a_model(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     _, before, most = SHAPES[name]
     assert sum(rehearsed[name]["counts"].values()) <= most < 0.65 * before
 

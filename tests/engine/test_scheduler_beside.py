@@ -41,7 +41,7 @@ def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
     fake.drain()
 
 
-def test_where_nobody_decodes_there_is_one_step() -> None:
+def test_without_decode_there_is_one_step() -> None:
     fake = FakeEngine(make_limits(), 64, turns=True)
     fake.submit(ask("a", range(20), 5))
     assert begin(fake) == (["a"], [])
@@ -51,7 +51,7 @@ def test_where_nobody_decodes_there_is_one_step() -> None:
     fake.drain()
 
 
-def test_all_who_decode_have_ended() -> None:
+def test_a_step_beside_goes_on_after_decode_has_ended() -> None:
     fake = decoding(ask("a", [1, 2], 3))
     fake.submit(ask("b", range(10), 5))
     begin(fake)
@@ -77,7 +77,7 @@ def test_no_step_goes_ahead_of_one_with_another_beside() -> None:
     fake.drain()
 
 
-def test_nothing_is_taken_from_who_is_computed_beside() -> None:
+def test_no_page_is_taken_from_a_request_beside() -> None:
     """a needs a page that only b could give: it keeps what it has, and waits for b's end; then b is preempted."""
     fake = decoding(ask("a", [1, 2, 3], 12), num_pages=5)
     fake.submit(ask("b", [7] * 9, 5))
@@ -102,7 +102,7 @@ def test_a_better_priority_takes_all_slots() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "fail"])
-def test_it_is_wanted_no_more(how: str) -> None:
+def test_an_ended_request_beside(how: str) -> None:
     fake = decoding(ask("a", [1, 2], 20))
     fake.submit(ask("b", range(10), 5))
     begin(fake)

@@ -137,7 +137,7 @@ DRAWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_kind_of_draw_is_the_cpus(device: str, pool: Pool, folder: Path) -> None:
+def test_all_sampling_parameters_draw_as_on_the_cpu(device: str, pool: Pool, folder: Path) -> None:
     """From the logits of the same row, side by side in one batch."""
     asked = CASES["as many as there are graphs for, and more"]
     model, texts = load_split(folder, pool, Split(0.5), device), asked.texts()

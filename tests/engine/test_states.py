@@ -59,13 +59,13 @@ def test_the_least_recently_used_goes_first() -> None:
     assert order(copies) == "bca"
 
 
-def test_what_was_passed_goes_before() -> None:
+def test_passed_copies_are_evicted_first() -> None:
     copies = filled()
     copies.pass_by("c")
     assert order(copies) == "cab"
 
 
-def test_what_somebody_went_on_from_is_not_passed() -> None:
+def test_a_used_copy_is_not_passed() -> None:
     copies = filled()
     copies.use("b")
     copies.pass_by("b")
@@ -73,7 +73,7 @@ def test_what_somebody_went_on_from_is_not_passed() -> None:
     assert order(copies) == "acb"
 
 
-def test_the_same_copy_again_is_one_too_many() -> None:
+def test_a_second_copy_of_a_node_is_returned() -> None:
     copies = filled(2)
     slot = copies.take()
     assert slot == 10, "a has gone"

@@ -99,7 +99,7 @@ def play(scene: str, model: Loaded, **more: bool) -> tuple[Talk, RecordingRunner
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_same_as_without(scene: str, folder: Path) -> None:
+def test_copies_change_no_answer(scene: str, folder: Path) -> None:
     model = load_decoder(folder)
     got, runner = play(scene, model)
     want, all_rows = play(scene, model, prefix_cache=False)

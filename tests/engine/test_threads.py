@@ -56,7 +56,7 @@ def test_the_fastest_wins_for_decode_and_prefill_each(
     assert (executor.decode_threads, executor.prefill_threads) == (best, 2)
 
 
-def test_a_real_runner_survives_its_trial(model: Loaded) -> None:
+def test_a_real_runner_can_be_timed(model: Loaded) -> None:
     before = torch.get_num_threads()
     executor = eager(model)
     choose_threads(executor, Runner(executor, 16), 2, 64)

@@ -192,7 +192,7 @@ def test_layers_of_one_shape_share_their_space() -> None:
     ],
     ids=["attention", "latent", "linear"],
 )  # fmt: skip
-def test_the_demand_has_room_for_all_of_it(mixer: Any, running: int) -> None:
+def test_the_planned_demand_covers_all_buffers(mixer: Any, running: int) -> None:
     spec, context, page_tokens = model(mixer, MOE, vocab=32000), 40960, 16
     of = limits(running, context)
     pages = -(-context // page_tokens)

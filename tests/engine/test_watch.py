@@ -59,7 +59,7 @@ def test_other_errors_are_raised() -> None:
         session.end_until(1)
 
 
-def test_a_fault_read_early_waits_for_its_own_step() -> None:
+def test_an_early_fault_waits_for_its_own_step() -> None:
     """Two steps in flight: notes of the second are read with the first, and fail nobody before their own logits do."""
     device = Device([Fault(0, 0, "a"), Fault(5, 1, "b")], None)
     session = WatchedSession(device, SPEC)
@@ -74,7 +74,7 @@ def test_a_fault_read_early_waits_for_its_own_step() -> None:
     }
 
 
-def test_rows_that_move_up_have_no_reason() -> None:
+def test_moved_rows_get_no_reason() -> None:
     device = Device([Fault(1, 0, "a")], None)
     session = WatchedSession(device, SPEC)
     decode = [Span([1], 3, [0], 1)] * 3

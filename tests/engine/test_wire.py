@@ -32,7 +32,7 @@ def test_frames_come_whole_however_the_stream_is_cut(piece_bytes: int) -> None:
     assert seen == MESSAGES
 
 
-def test_an_engine_waits_and_is_told_the_end() -> None:
+def test_the_engines_end_blocks_and_raises_at_end_of_file() -> None:
     mine, its = socket.socketpair()
     engine = EngineEnd(its)
     assert not its.get_inheritable()
@@ -57,7 +57,7 @@ def test_an_engine_waits_and_is_told_the_end() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_idle_workers_send_for_an_engine(workers: int) -> None:
+def test_idle_workers_send_frames(workers: int) -> None:
     mine, its = socket.socketpair()
     with Pool([[0] * workers], pin=False) as pool:
         engine = EngineEnd(its)
@@ -78,7 +78,7 @@ def test_idle_workers_send_for_an_engine(workers: int) -> None:
         engine.close()
 
 
-def test_what_workers_have_not_sent_is_sent_at_the_end() -> None:
+def test_close_sends_pending_frames() -> None:
     mine, its = socket.socketpair()
     with mine, Pool([[0]], pin=False) as pool:
         engine = EngineEnd(its)
@@ -137,7 +137,7 @@ def test_large_frames_both_ways_at_once() -> None:
     with_frontend(go)
 
 
-def test_what_a_frame_wakes_comes_before_the_next_frame() -> None:
+def test_tasks_woken_by_a_frame_run_before_the_next() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         order: list[str] = []
 
@@ -155,7 +155,7 @@ def test_what_a_frame_wakes_comes_before_the_next_frame() -> None:
     with_frontend(go)
 
 
-def test_sending_to_an_engine_that_is_gone_does_nothing() -> None:
+def test_sending_to_an_ended_engine_does_nothing() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         engine.close()
         for _ in range(20):
@@ -165,7 +165,7 @@ def test_sending_to_an_engine_that_is_gone_does_nothing() -> None:
     with_frontend(go)
 
 
-def test_an_engine_hears_of_a_frontend_that_cannot_go_on() -> None:
+def test_an_error_in_take_closes_the_connection() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context["exception"]))
