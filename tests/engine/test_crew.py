@@ -64,7 +64,7 @@ def test_the_best_number_of_workers(trials: list[Trial], saving: bool, workers: 
 DISTURBED_20 = "other programs used these cores for 20% of the time, so times are not reliable"
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not say")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel has no schedstat")
 def test_waiting_for_a_core_is_measured() -> None:
     """Two computing threads on one CPU."""
     mine = os.sched_getaffinity(0)
@@ -124,9 +124,7 @@ def test_trials_choose_few_workers(seconds: dict[int, float], few: tuple[int, ..
         assert got.why.startswith(row[1])
         assert set(pool.calls) == {(3,), (2,), (1,)}
         whole_s = 2 * seconds[4]
-        assert (
-            machine.now_s <= whole_s + 2 * TRIALS_S
-        )  # the number of steps is planned from the first trial; others may be slower
+        assert machine.now_s <= whole_s + 2 * TRIALS_S  # planned from the first trial; others may be slower
 
 
 def test_smt_siblings_are_named_if_faster() -> None:

@@ -135,7 +135,7 @@ def test_greedy_rows_get_nothing_from_an_earlier_step(device: torch.device) -> N
     rows = [row("a", [1], 1, temperature=0.0), row("b", [1], 1, temperature=0.0)]
     sampler = sampler_of(2, device)
     on_device(sampler, logits, [row("c", [1], 1, logprobs=3)], device)
-    assert on_device(sampler, logits, rows, device) == [SampledToken(0), SampledToken(0)], "nor what was asked before"
+    assert on_device(sampler, logits, rows, device) == [SampledToken(0), SampledToken(0)], "logprobs of the step before"
 
 
 def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.device) -> None:

@@ -136,7 +136,7 @@ def test_rates_of_co_fetch_make_sense(loaded: tuple[Plan, Engine, Ready, list[Lo
 @pytest.mark.alone
 @pytest.mark.parametrize("running", [4, 64])
 def test_all_in_vram_takes_what_is_planned(running: int) -> None:
-    """In a separate process, so that the CUDA context counts. Seen: 12 to 22 MiB more than planned, with a long context."""
+    """In a separate process, so that the CUDA context counts. Seen: 12 to 22 MiB over the plan, with a long context."""
     probe = ROOT / "benchmarks/probes/gpu_memory.py"
     command = [sys.executable, str(probe), "--shape=tiny", "--layers=2", f"--max-running={running}", "--json"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))

@@ -176,8 +176,8 @@ def spans(lengths: list[int], start: int, first: int) -> list[Span]:
 def test_a_step_in_parts_has_the_bits_of_a_whole_step(
     kind: str, family: str, load: Callable[[str, str], Loaded]
 ) -> None:
-    """Whatever is computed between them, by more rows each time: the same bits, where the last sum of a block is
-    rounded alike beside a norm and alone."""
+    """The same bits, whatever is computed between the parts, by more rows each time: the last sum of a block must be
+    rounded alike in the fused norm and alone."""
     model, found = load(kind, family), []
     for lane in (False, True):
         executor = case_of(model).executor

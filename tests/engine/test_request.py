@@ -1,4 +1,4 @@
-"""Request: how an answer ends, and which transitions are legal."""
+"""Request: how an answer ends, and the legal transitions of its state."""
 
 from __future__ import annotations
 

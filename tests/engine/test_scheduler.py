@@ -1,4 +1,4 @@
-"""Scheduler: one small scene for each rule of its module docstring, each refusal and each promise of its API."""
+"""Scheduler: a small scene for each rule of its module docstring, each refusal and each promise of its API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submit_all(fake: FakeEngine, *requests) -> None:
 
 
 def run(fake: FakeEngine) -> None:
-    """To the end, leaving the prefix cache as it is (drain empties it)."""
+    """Run to the end, but keep the prefix cache (drain empties it)."""
     while fake.scheduler.has_work:
         fake.step()
 
@@ -219,7 +219,7 @@ def test_a_better_priority_preempts_a_worse_one() -> None:
 
 
 def test_no_preemption_that_cannot_free_enough_pages() -> None:
-    """Even all the worse ones' pages would not be enough."""
+    """The pages of all requests of worse priority would not be enough."""
     fake = engine(num_pages=8)
     submit_all(fake, ask("a", range(21), 5), ask("b", [1], 9, priority=2))
     fake.step()
@@ -368,7 +368,7 @@ def test_aborting_an_unknown_id() -> None:
 
 
 def test_an_aborted_item_needs_no_result() -> None:
-    """As for a request whose logits were broken."""
+    """The runner has no token either for a request whose logits were non-finite."""
     fake = engine()
     submit_all(fake, ask("a", [1], 3), ask("b", [2], 3))
     plan = fake.begin()

@@ -1,4 +1,4 @@
-"""Steps planned ahead of the one in flight: when there is one, and what becomes of rows that nobody wants any more."""
+"""Steps planned ahead of the one in flight: when there is one, and how rows that no longer count are discarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_sim import FakeEngine, ask, make_limits, predict
 
 
 def decoding(*requests: EngineRequest, num_pages: int = 64, **limits: int) -> FakeEngine:
-    """All prompts are computed, and the next step is in flight."""
+    """An engine whose prompts are all computed, with the next step in flight."""
     fake = FakeEngine(make_limits(**limits), num_pages)
     for request in requests:
         fake.submit(request)
@@ -91,7 +91,7 @@ def test_a_request_waiting_for_a_slot_that_gets_free_comes_first() -> None:
 
 @pytest.mark.parametrize("how", ["foreseen", "stop", "aborted"])
 def test_steps_go_on_ahead_across_an_end(how: str) -> None:
-    """Of the two steps after it only the first one has the row."""
+    """Only the first of the two steps after the end has the ended request's row."""
     plain = predict(ask("b", [4, 5], 20), 64).tokens
     count = next(i for i in range(2, 12) if plain[i] not in plain[:i])
     ends = {"foreseen": ask("b", [4, 5], count + 1), "stop": ask("b", [4, 5], 20, stop_token_ids=(plain[count],))}
@@ -112,7 +112,7 @@ def test_steps_go_on_ahead_across_an_end(how: str) -> None:
 
 
 def test_no_step_ahead_without_a_page() -> None:
-    """The next step has to find one; here it preempts somebody."""
+    """plan() has to find a page; here it preempts a request."""
     fake = decoding(ask("a", range(6), 6), ask("b", range(10, 16), 6), num_pages=5)
     assert fake.begin_ahead(), "token 7 is the last one that fits into two pages"
     fake.finish(fake.plans[0])
@@ -124,9 +124,9 @@ def test_no_step_ahead_without_a_page() -> None:
 
 
 def test_a_stop_token_in_the_step_before() -> None:
-    """The token behind it is computed, and neither an answer nor in the prefix cache; its pages come back at once."""
+    """The token after it is computed, but is neither sent nor cached; the request's pages are released at once."""
     plain = predict(ask("a", [1, 2, 3], 20), 64).tokens
-    count = next(i for i in range(2, 12) if plain[i] not in plain[:i] and (3 + i) % 4 == 3)  # a page is full behind it
+    count = next(i for i in range(2, 12) if plain[i] not in plain[:i] and (3 + i) % 4 == 3)  # a page is full after it
     fake = decoding(ask("a", [1, 2, 3], 20, stop_token_ids=(plain[count],)))
     while "a" not in fake.finished:
         assert len(fake.plans) == 1
@@ -158,7 +158,7 @@ def test_an_id_may_be_used_again_while_its_last_row_is_computed() -> None:
 
 
 def test_a_replaced_token_preempts_its_request() -> None:
-    """Whoever has it is preempted: recurrent layers remember the other token, and cannot go back."""
+    """The request is preempted: recurrent states contain the other token and cannot be rolled back."""
     fake = decoding(*pair())
     assert fake.begin_ahead()
     fake.finish(fake.plans[0], replaced=lambda name: name == "a")

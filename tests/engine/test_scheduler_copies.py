@@ -19,7 +19,7 @@ def engine(
 
 
 def run(fake: FakeEngine, *requests: tuple[str, list[int], int]) -> list[list[tuple[str, int, int]]]:
-    """To the end, leaving the prefix cache as it is; of each step what it computed."""
+    """Run to the end, but keep the prefix cache. Returns the items that each step computed."""
     for name, tokens, answer in requests:
         fake.submit(ask(name, tokens, answer))
     steps = []
@@ -32,7 +32,7 @@ def run(fake: FakeEngine, *requests: tuple[str, list[int], int]) -> list[list[tu
 
 
 def depths(fake: FakeEngine) -> list[int]:
-    """Tokens behind which there are copies."""
+    """Numbers of tokens after which copies exist."""
     assert fake.copies is not None
     return sorted(4 * node.depth for node in fake.copies.nodes)  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ def test_a_step_ahead_of_one_that_ended_leaves_no_copy() -> None:
     fake.submit(ask("b", PROMPT[:6], 30))
     fake.step()
     fake.step()
-    assert fake.begin()  # computes a's token 6 and b's 7: with it b has two full pages
+    assert fake.begin()  # computes a's token 6 and b's 7: after it b has two full pages
     assert fake.begin_ahead()  # and a's 7
     copied = [[item.copy_to >= 0 for item in plan.items] for plan in fake.plans]
     assert copied == [[False, True], [True, False]]

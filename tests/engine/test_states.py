@@ -27,7 +27,7 @@ def filled(count: int = 3) -> StateCopies:
 
 
 def order(copies: StateCopies) -> str:
-    """Whose copies go, the first one first."""
+    """Nodes in the order in which their copies are evicted."""
     gone = ""
     while names := sorted(map(str, copies.nodes)):
         assert copies.take() is not None
@@ -108,7 +108,7 @@ def make(pages: int = 8, copies: int = 3) -> tuple[PrefixCache, PageAllocator, S
 
 
 def fill(cache: PrefixCache, allocator: PageAllocator, keys: str, *copied: int) -> PrefixNode:
-    """A request that computes `keys` and leaves copies behind so many of them."""
+    """Insert a request's `keys`, with copies after these numbers of them."""
     node = cache.match("").node
     cache.lock(node)
     held: list[int] = []
@@ -171,7 +171,7 @@ def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:
 
 
 class Trees(RuleBasedStateMachine):
-    """Sequences over two keys that come, leave copies, go on from them, and go; pages and slots run out all the time.
+    """Sequences over two keys that begin, leave copies, continue from copies and end; pages and slots run out often.
     `states` is what is in the slots: the prefix itself."""
 
     def __init__(self) -> None:

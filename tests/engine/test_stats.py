@@ -1,4 +1,4 @@
-"""What the engine tells of itself: every value under its own name."""
+"""The engine's statistics: every counter has its value under its own name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thread counts are chosen by trial: whatever is fastest wins, for decode and prefill each."""
+"""Thread counts are chosen by trial: the fastest wins, for decode and prefill separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import make_tiny
 
 
 class TimedRunner(Runner):
-    """Takes as long as `seconds` says for (tokens, threads)."""
+    """Sleeps seconds[tokens, threads] in place of a step."""
 
     seconds: dict[tuple[int, int], float]
     executor: EagerExecutor

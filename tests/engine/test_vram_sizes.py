@@ -42,7 +42,7 @@ PROCESSORS = (46, 66, 82, 108, 114, 132, 148, 160, 192)
 
 
 def device_bytes(*made: Any) -> int:
-    """Of all tensors on the meta device that these objects hold, each memory once."""
+    """Bytes of all tensors on the meta device that these objects hold; shared memory counts once."""
     seen, found, waiting = set[int](), dict[int, int](), list(made)
     while waiting:
         one = waiting.pop()
@@ -85,7 +85,7 @@ def test_there_is_a_graph_for_each_bucket() -> None:
     assert [len(sizes.buckets(n)) for n in RUNNING] == [1, 5, 11, 35]
     spec = model(attention(4), layers=48)
     one = vram.graphs_bytes(spec, 1, False)
-    steps = one - vram.HEAD_NODES * vram.GRAPH_NODE_BYTES * 2  # of one request, and of a scored prompt's rows
+    steps = one - vram.HEAD_NODES * vram.GRAPH_NODE_BYTES * 2  # for one request, and for a scored prompt's rows
     for running in RUNNING:
         heads = {*sizes.buckets(running), max(running, SCORED_ROWS)}
         planned = vram.graphs_bytes(spec, running, False)
@@ -133,7 +133,7 @@ def test_inputs_of_all_graphs(context: int, running: int) -> None:
 @pytest.mark.parametrize("rope", [Rope(128), Rope(64), Rope(128, scaling=RopeScaling("dynamic", 2.0, 4096))])
 @pytest.mark.parametrize("context", [1024, 40960, 262144])
 def test_angles_of_all_positions(context: int, rope: Rope) -> None:
-    """Seen: 20 MiB of a context of 40960 were in no plan."""
+    """Seen: a plan lacked the 20 MiB of a context of 40960 tokens."""
     spec, of = model(attention(4, rope=rope)), limits(4, context)
     fixed, per_token = vram.angles_bytes(spec, of.rows)
     assert device_bytes(AngleTables(spec.ropes, of, META)) == fixed + per_token * context

@@ -1,4 +1,4 @@
-"""What is made ready before the first request, and on which GPU."""
+"""Warm-up before the first request, and the choice of the planned GPU."""
 
 from __future__ import annotations
 

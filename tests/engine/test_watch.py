@@ -1,4 +1,4 @@
-"""Which sequences of a step are said to be broken, and why."""
+"""The sequences of a step that are reported as non-finite, with the reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_other_errors_are_raised() -> None:
 
 
 def test_an_early_fault_waits_for_its_own_step() -> None:
-    """Two steps in flight: notes of the second are read with the first, and fail nobody before their own logits do."""
+    """Two steps in flight: faults of the second are read with the first, but a request fails only by its own logits."""
     device = Device([Fault(0, 0, "a"), Fault(5, 1, "b")], None)
     session = WatchedSession(device, SPEC)
     first, second = Health(), Health(followed=True)

@@ -115,7 +115,7 @@ def with_frontend(go: Callable[[FrontendEnd, EngineEnd], Awaitable[None]]) -> No
 
 
 def test_large_frames_both_ways_at_once() -> None:
-    """Neither end waits for the other to read before it reads itself."""
+    """The frontend sends without waiting for the engine, whose blocking send needs the frontend to read."""
 
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         seen: asyncio.Queue[bytes] = asyncio.Queue()
