@@ -154,7 +154,7 @@ def test_overlap_gives_the_same_answers(seed: int, num_pages: int, decoder: Deco
 
 @pytest.mark.parametrize("seed", range(3))
 def test_late_tokens_are_recomputed(seed: int, decoder: Decoder) -> None:
-    """What was computed from replaced tokens is recomputed, and is in no page of the prefix cache."""
+    """Values computed from replaced tokens are recomputed, and are in no page of the prefix cache."""
     waits, hurries = Case(decoder, ahead=False), Case(decoder, ahead=True)
     executor = hurries.executor
     assert isinstance(executor, FollowingExecutor)

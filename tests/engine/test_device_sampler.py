@@ -40,7 +40,7 @@ def on_device(
     there, tokens = logits.to(device), argmax(logits).int().to(device)
     sampler.launch(there, tokens, rows)
     choices = sampler.read(tokens.tolist(), rows, there)
-    assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "others read the logits after it"
+    assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "the sampler must restore the logits"
     return choices
 
 

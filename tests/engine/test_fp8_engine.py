@@ -107,7 +107,7 @@ def test_after_a_prefix_hit(tmp_path: Path) -> None:
     for name, own in (("first", first), ("second", second)):
         made.submit(request(name, shared + own, 9))
         events = finish_all(made)
-    assert min(runner.logits["second"]) == 20, "the shared pages were computed again"
+    assert min(runner.logits["second"]) == 20, "the shared pages must not be recomputed"
     assert tokens_of(events["second"]) == want["second"]
     last = runner.logits["second"][max(runner.logits["second"])]
     assert (last - logits[0]).abs().max() <= 1e-4 * logits.abs().max()

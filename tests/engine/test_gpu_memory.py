@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(params=["bfloat16", "Q8_0"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Plan, Engine, Ready, list[Loading]]]:
-    """Of weights that are stored so: linear layers keep blocks."""
+    """An engine over weights of this stored type: linear layers keep GGUF blocks."""
     gc.collect()  # memory that earlier tests left
     torch.cuda.empty_cache()
     torch.cuda.synchronize()

@@ -211,7 +211,7 @@ def test_decode_does_not_wait_for_a_prompt(
         assert len(tokens_of(events[name])) - 4 == pytest.approx(steps, abs=3)
     shared = case_of(load(kind, "qwen3-moe"), lane=False)
     events = beside(shared, request("long", prompt(ROWS * 3), 5))
-    assert len(tokens_of(events["d0"])) - 4 <= 5, "where they share steps, they do wait"
+    assert len(tokens_of(events["d0"])) - 4 <= 5, "without a lane decode waits for the prompt"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -338,8 +338,8 @@ def poison(case: Case, name: str, first_page: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("who", ["long", "d1"])
-def test_nan_ends_only_its_request(kind: str, who: str, load: Callable[[str, str], Loaded]) -> None:
+@pytest.mark.parametrize("broken", ["long", "d1"])
+def test_nan_ends_only_its_request(kind: str, broken: str, load: Callable[[str, str], Loaded]) -> None:
     """The prompt in the lane, or a request that decodes meanwhile, whose rows have the same numbers."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
@@ -349,12 +349,12 @@ def test_nan_ends_only_its_request(kind: str, who: str, load: Callable[[str, str
         plan = case.engine.scheduler.beside
         if plan is not None and plan.items[0].start == ROWS:  # the second chunk, which reads the first one's keys
             break
-    poison(case, who, 0)
+    poison(case, broken, 0)
     ends = {name: events[-1] for name, events in finish_all(case.engine).items()}
     assert {name: end.finish for name, end in ends.items()} == {
-        name: "error" if name == who else "length" for name in ("d0", "d1", "d2", "long")
+        name: "error" if name == broken else "length" for name in ("d0", "d1", "d2", "long")
     }
-    error = ends[who].error
+    error = ends[broken].error
     assert error is not None
     assert ("NaN or infinity in layer" if kind in ("sim", "cuda") else "finite") in error
     stats = case.engine.stats()

@@ -196,7 +196,7 @@ def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -
 
 
 def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
-    """Every layer of every step has a job where the CPU has all experts."""
+    """Each MoE layer of each step is one job, since the CPU has all experts."""
     options = EngineOptions(
         model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
         gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="none"),
@@ -210,7 +210,7 @@ def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
             ready = await client.wait_ready()
             assert ready.round_trip_us is not None
             assert 0 < ready.round_trip_us < 1e6
-            assert client.stats.cpu_experts.jobs == 0, "the probe's are not counted"
+            assert client.stats.cpu_experts.jobs == 0, "jobs of the probe are not counted"
             await collect(client, request("a", [5, 6, 7], 10))
             await until(lambda: client.stats.scheduler.running == 0)
             stats = client.stats

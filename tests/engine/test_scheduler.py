@@ -193,7 +193,7 @@ def test_a_page_that_runs_out_is_taken_from_the_last() -> None:
     fake.submit(ask("c", [1], 1))
     while "c" not in [name for name, *_ in shape(plan)]:
         plan = fake.step()
-    assert "b" in [name for name, *_ in shape(plan)], "it goes on before those that came later"
+    assert "b" in [name for name, *_ in shape(plan)], "it is admitted before later arrivals"
     fake.drain()
 
 
@@ -364,7 +364,7 @@ def test_abort_frees_everything(when: str) -> None:
 
 
 def test_aborting_an_unknown_id() -> None:
-    assert not engine().scheduler.abort("nobody")
+    assert not engine().scheduler.abort("unknown")
 
 
 def test_an_aborted_item_needs_no_result() -> None:

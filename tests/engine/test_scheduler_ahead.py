@@ -37,7 +37,7 @@ def test_the_same_rows_one_token_later() -> None:
     assert fake.scheduler.plan() is None
     fake.finish(fake.plans[0])
     fake.finish(plan)
-    assert fake.scheduler.plan_ahead() is None, "of none in flight"
+    assert fake.scheduler.plan_ahead() is None, "no step is in flight"
     fake.drain()
 
 
@@ -136,7 +136,7 @@ def test_a_stop_token_in_the_step_before() -> None:
     stats = fake.scheduler.stats()
     assert (stats.running, stats.pages_free + stats.pages_cached) == (0, stats.pages_total)
     assert stats.pages_cached == (3 + count) // 4
-    assert fake.scheduler.has_work, "the device is at it still"
+    assert fake.scheduler.has_work, "the device still computes it"
     assert fake.begin_ahead() is None
     assert fake.finish(fake.plans[0]) == []
     assert not fake.scheduler.has_work

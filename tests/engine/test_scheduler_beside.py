@@ -32,7 +32,7 @@ def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
     fake.submit(ask("long", range(20), 5))
     fake.submit(ask("late", [4], 5))
     assert begin(fake) == (["a", "b"], [("long", 0, 16)])
-    assert begin(fake) == (["a", "b"], [("long", 0, 16)]), "in flight still"
+    assert begin(fake) == (["a", "b"], [("long", 0, 16)]), "still in flight"
     fake.finish_beside()
     assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])
     assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])

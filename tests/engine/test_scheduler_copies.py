@@ -126,7 +126,7 @@ def test_a_preempted_request_continues_from_its_last_copy() -> None:
     steps = run(fake)
     assert fake.scheduler.stats().preemptions == 1
     starts = [start for step in steps for name, start, _ in step if name == "a"]
-    assert 20 <= starts[0] < 31, "31 tokens were computed; the last pages went to the other one"
+    assert 20 <= starts[0] < 31, "31 tokens were computed; the last pages went to the other request"
     fake.drain()
 
 
@@ -139,7 +139,7 @@ def test_an_abort_during_prefill_keeps_the_computed_prefix() -> None:
     fake.abort("a")
     fake.finish(plan)
     fake.scheduler.check()
-    assert depths(fake) == [8], "what it computed last is nobody's"
+    assert depths(fake) == [8], "the aborted step leaves no copy"
     run(fake, ("b", PROMPT, 1))
     assert fake.cached_tokens["b"] == 8
     fake.drain()
@@ -167,7 +167,7 @@ def test_the_oldest_conversations_copy_is_evicted_first() -> None:
 def test_copies_in_passing_go_before_those_at_a_prompts_end() -> None:
     fake = engine(copies=3, max_batch_tokens=64)
     run(fake, ("a", PROMPT, 26))
-    assert depths(fake)[0] == 28, "of the answer only the last ones are left"
+    assert depths(fake)[0] == 28, "of the answer only the last copies are left"
     assert depths(fake)[-1] == 52
     fake.drain()
 

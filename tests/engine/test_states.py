@@ -76,7 +76,7 @@ def test_a_used_copy_is_not_passed() -> None:
 def test_a_second_copy_of_a_node_is_returned() -> None:
     copies = filled(2)
     slot = copies.take()
-    assert slot == 10, "a has gone"
+    assert slot == 10, "the copy of a was evicted"
     copies.keep("b", slot)
     copies.check([])
     assert copies.use("b") == 11
@@ -153,7 +153,7 @@ def test_a_page_takes_its_copy_along() -> None:
     copies.check([])
     assert (len(copies.nodes), cache.match("abcde").node.depth) == (1, 2)
     fill(cache, allocator, "abcde")
-    assert cache.match("abcde").node.depth == 2, "a page that came back has no copy"
+    assert cache.match("abcde").node.depth == 2, "a page that is cached again has no copy"
 
 
 def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:

@@ -1,4 +1,4 @@
-"""What a GPU's steps take beside weights and KV is what the plan counts: the objects that take it are made on torch's
+"""The plan counts what a GPU's steps allocate beside weights and KV: the objects that allocate it are made on torch's
 "meta" device, whose tensors have sizes and no memory, so that no GPU is needed. What only a GPU shows (graphs, modules,
 the allocator) stands in test_gpu_memory.py.
 """
@@ -120,7 +120,7 @@ def test_attention_of_many_sequences_is_cut_less() -> None:
 @pytest.mark.parametrize("running", RUNNING)
 @pytest.mark.parametrize("context", [1024, 40960, 131072])
 def test_inputs_of_all_graphs(context: int, running: int) -> None:
-    """Page tables are of each graph: of 256 requests 8463 rows of them, where 256 were planned."""
+    """Each graph has its own page table: with 256 requests 8463 rows in all, where 256 were planned."""
     of = limits(running, context)
     pages = -(-context // of.page_tokens)
     each = [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)]
@@ -147,7 +147,7 @@ def on_host(logprobs: DeviceLogprobs) -> int:
 @pytest.mark.parametrize("vocab", [50, 512, 16_384, 151_936])
 @pytest.mark.parametrize("running", RUNNING)
 def test_logits_and_sampler(running: int, vocab: int) -> None:
-    """Logits are there thrice: where all graphs leave them, in the graphs' pool, in that of steps without graphs."""
+    """Logits exist three times: in the shared buffer, in the graphs' pool, in that of steps without graphs."""
     head_rows = max(running, SCORED_ROWS)
     logprobs = DeviceLogprobs(head_rows, vocab, META)
     sampler = DeviceSampler(running, vocab, META, logprobs)

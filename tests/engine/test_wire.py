@@ -40,7 +40,7 @@ def test_the_engines_end_blocks_and_raises_at_end_of_file() -> None:
     mine.sendall(framed(b"one") + framed(b"two") + framed(b"three")[:5])
     assert engine.wait(0)
     assert engine.receive() == b"one"
-    assert engine.wait(0), "it came with the first"
+    assert engine.wait(0), "the second frame arrived with the first"
     assert engine.receive() == b"two"
     mine.sendall(framed(b"three")[5:])
     assert engine.receive() == b"three"
@@ -66,15 +66,15 @@ def test_idle_workers_send_frames(workers: int) -> None:
             engine.send(bytearray(SIZE_BYTES) + message)
         reader = threading.Thread(target=mine.sendall, args=(framed(b"answer"),))
         reader.start()
-        assert engine.wait(10_000), "which sends what is left first"
+        assert engine.wait(10_000), "wait() sends pending frames first"
         sent = b"".join(map(framed, MESSAGES))
         assert mine.recv(len(sent), socket.MSG_WAITALL) == sent
         reader.join()
         mine.close()
         with suppress(EOFError):
-            engine.send(bytearray(SIZE_BYTES) + b"to nobody, which only who sends it is told")
+            engine.send(bytearray(SIZE_BYTES) + b"lost: only the sending worker gets the error")
         with pytest.raises(EOFError):
-            engine.send(bytearray(SIZE_BYTES) + b"to nobody")
+            engine.send(bytearray(SIZE_BYTES) + b"raises the error of the frame before")
         engine.close()
 
 

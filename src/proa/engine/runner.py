@@ -18,13 +18,13 @@ from proa.types import TokenLogprob
 
 
 class StepOutput(msgspec.Struct):
-    """By request id. A request whose values were not finite is in `faults`, with the reason, and has no token."""
+    """Results by request id. A request with non-finite values is in `faults`, with the reason, and has no token."""
 
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     faults: dict[str, str] = {}
-    replaced: list[str] = []  # a step launched ahead continues with another token than theirs
+    replaced: list[str] = []  # requests that a step launched ahead continues with another token
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from proa.types import TokenLogprob
 
 
 class DeviceLogprobs:
-    """For up to `rows` rows of `vocab` logits. Each launch must be read before the next one."""
+    """Serves up to `rows` rows of `vocab` logits. Each launch must be read before the next one."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         pinned, most = device.type == "cuda", min(MOST_LOGPROBS, vocab)

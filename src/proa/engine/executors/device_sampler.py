@@ -24,7 +24,7 @@ from proa.types import Sampling, TokenLogprob
 
 
 class DeviceSampler:
-    """For up to `rows` rows of `vocab` logits. Each launch must be read before the next; all on the model's stream."""
+    """Serves up to `rows` rows of `vocab` logits. A launch must be read before the next; all on the model's stream."""
 
     def __init__(
         self, rows: int, vocab: int, device: torch.device, logprobs: DeviceLogprobs, most_edits: int = MOST_EDITS

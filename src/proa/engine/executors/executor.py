@@ -117,7 +117,7 @@ def _take(result: StepResult, span: int, choices: Sequence[SampledToken]) -> Non
 def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledToken]:
     """The sampled tokens up to the first that differs from the draft at its place, that one included.
 
-    Lossless: each row is sampled as it would be without drafts, and the rows behind a rejected draft are discarded.
+    Lossless: each row is sampled as it would be without drafts, and the rows after a rejected draft are discarded.
     """
     drafts = span.tokens[len(span.tokens) - span.num_drafts :]
     for count, (draft, choice) in enumerate(zip(drafts, choices, strict=False), 1):

@@ -23,7 +23,7 @@ _SOMEWHERE = "The hidden states were not finite."
 
 @dataclass
 class Health:
-    """What is known about the values of a launched step before its own logits are read.
+    """Facts about the values of a launched step, known before its own logits are read.
 
     followed: it was launched after another step whose results were not read, and only rows that still count are scored.
     doubtful: the step before it had a non-finite row, which may be computed here again. early: faults that were read

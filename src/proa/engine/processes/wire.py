@@ -59,7 +59,7 @@ class EngineEnd:
         self._poll.register(end, select.POLLIN)
 
     def send_by(self, pool: Pool) -> None:
-        """From now on idle workers of the pool write to the socket, and send() returns before its frame is written. The
+        """Have idle workers of the pool write to the socket, so that send() returns before its frame is written. The
         calling thread must be the pool's caller."""
         self._outbox = Outbox(pool, self._socket.fileno())
 
