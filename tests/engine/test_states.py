@@ -48,7 +48,7 @@ def test_slots_are_handed_out_once() -> None:
     assert "b" not in copies
 
 
-def test_there_must_be_one() -> None:
+def test_copies_need_a_slot() -> None:
     with pytest.raises(ValueError, match="num_slots must be at least 1"):
         StateCopies(4, 0)
 

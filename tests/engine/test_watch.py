@@ -88,6 +88,4 @@ def test_decode_with_finite_logits_reads_nothing() -> None:
     session = WatchedSession(device, SPEC)
     assert session.faults_of(STEP, Health(), (), all_scored=True, next_step=None) == {}
     assert device.asked == []
-    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None) != {}, (
-        "prefill notes are always read"
-    )
+    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None), "prefill: notes are always read"

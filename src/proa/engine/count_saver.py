@@ -43,7 +43,8 @@ class CountSaver:
         except OSError as error:
             if not self._failed:
                 log.error(
-                    "Expert counts cannot be written to %s (%s). Make the file writable.", self._file, error.strerror
-                )
+                    "Expert counts cannot be written to %s: %s. Proa tries again every minute.",
+                    self._file, error.strerror,
+                )  # fmt: skip
             self._failed = True
         self._saved_s = time.monotonic()

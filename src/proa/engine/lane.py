@@ -13,7 +13,7 @@ from proa.engine.runner import Flight, Runner
 from proa.engine.scheduling.step_plan import StepPlan
 
 MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
-LEAST_TOKENS = 512  # of a prefill step beside decode
+LEAST_TOKENS = 512  # least size of a prefill step beside decode
 GRAIN_TOKENS = 256  # steps of fewer tokens are not used to estimate speed: reading weights takes all their time
 
 

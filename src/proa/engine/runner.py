@@ -32,7 +32,7 @@ class Flight:
     """A plan that was launched. counted: indices of the items whose requests had not ended when it was sampled."""
 
     plan: StepPlan
-    step: Any  # the executor's
+    step: Any  # of the executor's type
     batch: StepBatch
     began_s: float
     counted: frozenset[int] = field(default=frozenset())

@@ -106,7 +106,7 @@ class Compiling:
                 progress.compiled += 1
                 progress.cached += compiled.cached
                 if compiled.error:
-                    log.warning("The kernel %s does not compile: %s", variant.name, compiled.error)
+                    log.warning("Compiling the kernel %s failed: %s", variant.name, compiled.error)
                     progress.failed.append(f"{variant.name}: {compiled.error.splitlines()[0]}")
                 else:
                     self._load(variant)
@@ -118,7 +118,7 @@ class Compiling:
             self._load_one(variant)
             self.progress.loaded += 1
         except Exception as error:  # noqa: BLE001 - the first launch will raise the same error
-            log.warning("The kernel %s cannot be loaded: %s", variant.name, error)
+            log.warning("Loading the kernel %s failed: %s", variant.name, error)
             self.progress.failed.append(f"{variant.name}: {error}")
 
 

@@ -27,7 +27,8 @@ from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
-# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
+# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic, so each kind has its own
+# number of threads.
 FEW_TOKENS = 8
 
 S = TypeVar("S")

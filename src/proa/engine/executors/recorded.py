@@ -110,7 +110,7 @@ class RecordedExecutor:
             self._logits = model.logits(recorder.take(hidden, scored))
             self._best = ints(model.argmax(self._logits))
         self._scored = ints(scored)
-        self._scored_rows: Sequence[int] = ()  # of the step computed last, whose logits are there
+        self._scored_rows: Sequence[int] = ()  # rows of the step computed last whose logits are computed
         self._scored_logits = self._logits[:0]
         self._end = len(self._program)
         self._unfinished: RecordedStep | None = None  # the step in parts
@@ -176,7 +176,7 @@ class RecordedExecutor:
             step.parts.restore(self._live)
             self._unfinished, self._scored_rows = None, ()
             if self._deterministic:
-                self._program.set_regime(Regime.PROMPT)  # steps between the parts were decode
+                self._program.set_regime(Regime.PROMPT)  # decode steps between the parts changed it
         step.spans = spans
         if spans:
             logits = self._score(step.batch.rows_of(spans))

@@ -72,7 +72,7 @@ class EngineEnd:
             else:
                 self._socket.sendall(frame)
         except (BrokenPipeError, ConnectionResetError, NativeError):
-            raise EOFError("the frontend is gone") from None
+            raise EOFError("the frontend has closed its end of the socket") from None
 
     def wait(self, timeout_ms: int) -> bool:
         """Wait up to timeout_ms; returns whether receive() has anything to read: a frame, a part of one, or the end."""
@@ -85,7 +85,7 @@ class EngineEnd:
         while not self._frames.has_next:
             data = self._socket.recv(self.RECEIVE_BYTES)
             if not data:
-                raise EOFError("the frontend is gone")
+                raise EOFError("the frontend has closed its end of the socket")
             self._frames.add(data)
         return self._frames.take()
 
@@ -101,7 +101,7 @@ class EngineEnd:
             if self._outbox is not None:
                 self._outbox.flush()
         except NativeError:
-            raise EOFError("the frontend is gone") from None
+            raise EOFError("the frontend has closed its end of the socket") from None
 
 
 class FrontendEnd(asyncio.Protocol):
