@@ -1,4 +1,4 @@
-"""Real engines over tiny checkpoints that write down the logits of every row they compute. Never: tests."""
+"""Real engines over tiny checkpoints that record the logits of every row they compute. Never: tests."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
 HEAD_ROWS = 64
-COPIES, RULES = 12, CopyRules(every_tokens=1, cut_tokens=1, asking_tokens=1)  # of states, wherever a page ends
+COPIES, RULES = 12, CopyRules(every_tokens=1, cut_tokens=1, asking_tokens=1)  # state copies at every page boundary
 
 
 class RecordingRunner(Runner):
-    """logits[request id][position] of every row computed, the latest computation winning."""
+    """Records logits[request id][position] of every row computed; a later computation replaces an earlier one."""
 
     def __init__(self, executor: Executor[Any], page_tokens: int) -> None:
         super().__init__(executor, page_tokens, overlap=False)
@@ -62,11 +62,11 @@ class RecordingRunner(Runner):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A tiny model's weights, and how to make an executor of it."""
+    """A tiny model's weights, and a factory of its executors."""
 
     spec: Model
-    make: Callable[..., Executor[Any]]  # of StepLimits, number of pages
-    decoder: Decoder | None = None  # of eager ones
+    make: Callable[..., Executor[Any]]  # arguments: StepLimits, number of pages
+    decoder: Decoder | None = None  # for eager executors
 
 
 def load_decoder(
@@ -87,7 +87,7 @@ def load_decoder(
 
 
 def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **override_config: object) -> Loaded:
-    """The same in bfloat16 on the native kernels."""
+    """Load in bfloat16 for the native kernels; see load_decoder."""
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
 
@@ -132,7 +132,7 @@ def make_engine(
 
 
 def run_step(executor: Executor[S], batch: StepBatch) -> S:
-    """Launch a step, sample nothing, wait for it: its logits can be read then."""
+    """Launch a step, sample nothing, wait for it; its logits can be read afterwards."""
     step = executor.launch(batch)
     executor.sample(step, (), ())
     assert executor.wait(step).faults == {}
@@ -151,7 +151,7 @@ def request(request_id: str, tokens: list[int], max_tokens: int, **wishes: objec
 
 
 def finish_all(engine: Engine) -> dict[str, list[TokenEvent]]:
-    """Step until nothing is left to do; the events of each request."""
+    """Step until no work is left; returns each request's events."""
     events: dict[str, list[TokenEvent]] = defaultdict(list)
     while engine.has_work:
         for event in engine.step():

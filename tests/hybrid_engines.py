@@ -1,4 +1,4 @@
-"""Tiny checkpoints with their experts split over a GPU and the CPU, real or simulated. Never: tests."""
+"""Engines over tiny checkpoints whose experts are split over a GPU, real or simulated, and the CPU. Never: tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from proa.weights.load import load_weights
 
 @dataclass(frozen=True)
 class Split:
-    """`share` of each layer's experts on the device, spread over the ids; inclusive: RAM has them as well."""
+    """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
+    has a copy of them as well."""
 
     share: float
     inclusive: bool = False
@@ -54,7 +55,7 @@ class Split:
 
 @dataclass
 class Kept:
-    """What a test may look into; registered: RAM that the driver knows."""
+    """Objects that a test may inspect. registered: RAM that is pinned with the driver."""
 
     hybrid: HybridModel
     registered: Any
@@ -138,5 +139,5 @@ def _copiers(device: torch.device) -> Copiers:
 
 
 def _cuda(module: str) -> object:
-    """Modules that need Triton."""
+    """Import a module that needs Triton."""
     return importlib.import_module(f"proa.{module}")

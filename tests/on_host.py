@@ -1,4 +1,4 @@
-"""A GPU's executor on a CPU: its queue computes at once, its decoder is one of reference ops. Never: tests."""
+"""GraphExecutor without a GPU: its queue computes at once on the CPU, its decoder has reference ops. Never: tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from proa.ops.table import AttentionBatch, LayerCache
 
 
 class OnHost:
-    """Reads a step's sequences from tensors whenever it is called, as kernels in a graph do, and leaves rows of padding
-    out."""
+    """A decoder that reads a step's sequences from the device tensors at each call, as kernels in a graph do, and skips
+    rows of padding."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -64,7 +64,7 @@ def _live(step: Step) -> tuple[int, Step]:
 def host_executor(
     decoder: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, *, kept_blocks: Sequence[int] = ()
 ) -> GraphExecutor:
-    """decoder: of reference ops in bfloat16."""
+    """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
     return GraphExecutor(
         cast(Decoder, OnHost(decoder)), caches, limits, HostQueue(), kept_blocks=kept_blocks
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Rehearses models for a GPU that is not here, and prints what they would compile as JSON. A program of its own, since
-pytest's process interprets kernels: python tests/rehearsed.py CASES, a JSON list of {path, options, vram, sweep}.
+"""Rehearses models for an absent GPU, and prints counts of the kernels that they would compile as JSON. A separate
+program, since pytest's process interprets kernels: python tests/rehearsed.py CASES, a JSON list of the arguments of
+`case`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from proa.plan.prepare import Prepared
 from quick_plan import prepare
 
 CAPABILITY = 90
-SWEPT_ROWS = 64  # every number of rows up to here is tried, and some beyond
+SWEPT_ROWS = 64  # every number of rows up to this one is rehearsed, and some larger ones
 
 
 def planned(path: str, vram: int, **options: Any) -> Prepared:
@@ -42,7 +43,7 @@ def planned(path: str, vram: int, **options: Any) -> Prepared:
 
 
 class _Kernel:
-    """What was compiled, as far as a launch looks at it."""
+    """Stands for a compiled kernel; has the attributes that a launch reads."""
 
     function = packed_metadata = None
 
@@ -55,7 +56,7 @@ class _Kernel:
 
 @contextmanager
 def keys_of_compiler() -> Iterator[set[str]]:
-    """The keys in the cache on disk of what Triton is asked to compile meanwhile, which it does not."""
+    """Collect the disk-cache keys of all kernels that Triton is asked to compile in this context, without compiling."""
     keys: set[str] = set()
 
     def compile_nothing(src: Any, target: Any, options: dict[str, Any]) -> _Kernel:
@@ -73,7 +74,7 @@ def keys_of_compiler() -> Iterator[set[str]]:
 
 
 def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
-    """Keys of what the steps' launches compile, by Triton's own way from a launch to its cache."""
+    """Disk-cache keys of the kernels that the steps' launches compile, computed by Triton's own launch path."""
     ahead._forget()
     triton.runtime.driver.set_active(ahead.TargetDriver(CAPABILITY))
     with keys_of_compiler() as keys:
@@ -83,7 +84,7 @@ def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
 
 
 def sweep(prepared: Prepared, some: random.Random) -> Iterator[Callable[[], None]]:
-    """Steps of the whole model: of each number of rows up to SWEPT_ROWS, and of some beyond."""
+    """Steps of the whole model with each number of rows up to SWEPT_ROWS, and with some larger ones."""
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
     assert plan.gpu is not None

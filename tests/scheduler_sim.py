@@ -1,7 +1,7 @@
-"""A fake engine around the real Scheduler: a deterministic "model" over a fake KV pool that notices wrong pages.
+"""A fake engine around the real Scheduler: a deterministic "model" over a fake KV pool that detects wrong pages.
 
-The KV of a token depends on all tokens before it, so a slot holds (token, digest of everything up to it). The
-model reads through the page tables exactly what attention would read; the next token is a function of it.
+The KV of a token depends on all tokens before it, so a slot holds (token, digest of the prefix that ends there). The
+model reads the slots that attention would read, through the page tables; the next token is a function of the digest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 
 
 def digest(before: int, token: int) -> int:
-    """FNV-1a, with a shift so that low bits depend on all of it."""
+    """FNV-1a, with a shift so that the low bits depend on all bits."""
     mixed = ((before ^ (token + 1)) * 1099511628211) & _MASK
     return mixed ^ (mixed >> 29)
 
@@ -44,7 +44,7 @@ Tables = dict[str, tuple[list[int], int]]
 
 @dataclass
 class Answer:
-    """What a request must yield, or has yielded."""
+    """The answer that a request must yield, or has yielded so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -52,7 +52,7 @@ class Answer:
 
 
 def predict(request: EngineRequest, context_tokens: int) -> Answer:
-    """The complete answer by definition: no cache, no batch, no schedule."""
+    """The expected complete answer, computed without cache, batches and scheduling."""
     state, answer, sampling = _SEED, Answer(), request.sampling
     for token in request.tokens:
         state = digest(state, token)
@@ -71,13 +71,14 @@ def predict(request: EngineRequest, context_tokens: int) -> Answer:
 
 
 class FakeEngine:
-    """Runs steps, collects answers, and checks everything that must hold in between."""
+    """Runs steps, collects answers, and checks the scheduler's promises in every step."""
 
     def __init__(
         self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None,
         *, turns: bool = False, phases: FixedPhases | None = None,
     ) -> None:  # fmt: skip
-        """copies: of recurrent states; 0: with a cache, the model has none. phases: None: free ones."""
+        """copies: number of copies of recurrent states; with 0 and a cache, the model has no recurrent states. phases:
+        None means FreePhases."""
         self.limits, self.phases = limits, phases
         self.allocator = PageAllocator(num_pages)
         self.copies = StateCopies(limits.num_slots, copies) if copies else None
@@ -85,13 +86,13 @@ class FakeEngine:
         self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases)
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int, str]] = {}  # (page, slot) -> (token, digest, kernel)
-        self.states: dict[int, int] = {}  # state slot -> digest, as recurrent layers would keep it
+        self.states: dict[int, int] = {}  # state slot -> digest, in place of recurrent states
         self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, Answer] = {}
         self.cached_tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
-        self.plans: list[StepPlan] = []  # in flight, the older first
-        self.tables: list[Tables] = []  # of their launch: pages and state slots
+        self.plans: list[StepPlan] = []  # in flight, oldest first
+        self.tables: list[Tables] = []  # their pages and state slots at the launch
         self.beside: tuple[StepPlan, Tables] | None = None
         self.kernels_table = torch.zeros(limits.num_slots, limits.context_tokens + 9, dtype=torch.int32)
         self.page_table = PageTable(self.kernels_table)
@@ -107,12 +108,12 @@ class FakeEngine:
             self.aborted.add(request_id)
 
     def begin(self) -> StepPlan | None:
-        """Plan a step; there must be one exactly if there is work that is not done beside."""
+        """Plan and launch a step. There must be one unless all work is in flight or beside."""
         plan = self.scheduler.plan()
         beside = self.scheduler.beside
         assert plan is not None or beside is not None or self.plans or not self.scheduler.has_work
         if beside is not None and self.beside is None:
-            assert plan is not None, "alone"
+            assert plan is not None, "a step beside without a step of decode"
             self._begin_beside(beside, plan)
         if plan:
             self._check_plan(plan)
@@ -120,11 +121,11 @@ class FakeEngine:
         return plan
 
     def begin_ahead(self) -> StepPlan | None:
-        """Plan the step after the one in flight; it must be the sequences that count, each one token later."""
+        """Plan the step after the one in flight; it must have the items that count, each one token later."""
         before = [list(item.request.pages) for item in self.plans[0].items]
         plan = self.scheduler.plan_ahead()
         if plan is None:
-            assert before == [item.request.pages for item in self.plans[0].items], "planned nothing, and took pages"
+            assert before == [item.request.pages for item in self.plans[0].items], "no plan, but pages were taken"
             return None
         self._check_ahead(plan)
         self._launch(plan)
@@ -133,8 +134,8 @@ class FakeEngine:
     def finish(
         self, plan: StepPlan, drafts: int = 0, replaced: Callable[[str], bool] = lambda name: False
     ) -> list[TokenEvent]:
-        """Compute the step, `drafts` extra tokens for each sampling item, and commit it. `replaced`: of which requests
-        a step ahead has another token than this one gives them."""
+        """Compute the step, with `drafts` extra tokens for each item that samples, and commit it. `replaced`: whether
+        the step planned ahead continues a request with another token than the one sampled here."""
         at = next(i for i, launched in enumerate(self.plans) if launched is plan)
         del self.plans[at]
         table = self.tables.pop(at)
@@ -142,21 +143,22 @@ class FakeEngine:
         return self._end(plan, table, drafts, replaced)
 
     def may_finish(self) -> list[StepPlan]:
-        """Steps in flight whose results may come next. A device computes them in the order of their launch. That
-        matters where a step was planned ahead (a row of it that no longer counts writes to pages that are another
-        request's by now) and where slots of copies are used again."""
+        """Steps in flight whose results may come next. A device computes them in the order of their launch, which
+        matters with a step planned ahead (a row that no longer counts writes to pages that another request may own by
+        now) and with reused slots of copies."""
         rows = [name for table in self.tables for name in table]
         ended = any(not self.scheduler.counts(item) for plan in self.plans for item in plan.items)
         return self.plans[:1] if ended or self.copies or len(set(rows)) < len(rows) else self.plans
 
     def finish_beside(self) -> list[TokenEvent]:
-        """The last part of the step that is computed beside others, and its commit."""
+        """Compute the last part of the step beside, and commit it."""
         assert self.beside is not None
         (plan, table), self.beside = self.beside, None
         return self._end(plan, table, 0, lambda name: False)
 
     def _begin_beside(self, plan: StepPlan, now: StepPlan) -> None:
-        """A device does any part of it at any time until it is finished: nobody may read what it writes."""
+        """Launch the step beside. A device may compute any part of it at any time until it is finished, so its pages
+        and states get wrong values now: no other step may read them."""
         self._check_plan(plan)
         slots = {item.request.state_slot for step in (plan, now) for item in step.items}
         assert len(slots) == len(plan.items) + len(now.items)
@@ -190,7 +192,7 @@ class FakeEngine:
         return events
 
     def step(self, drafts: int = 0) -> StepPlan | None:
-        """And the end of what is computed beside."""
+        """Plan and finish a step, and the step beside it if there is one."""
         plan = self.begin()
         if plan:
             self.finish(plan, drafts)
@@ -199,10 +201,10 @@ class FakeEngine:
         return plan
 
     def drain(self) -> None:
-        """Run until idle within the bound that the rules promise, then check that nothing is left behind.
+        """Run until idle within the number of steps that the rules bound, then check that nothing is left behind.
 
-        The first running request advances in every step. It can lose that only to a senior, who then is first
-        until it ends, so each request costs at most two of the longest possible lives.
+        The first running request advances in every step. It can lose its place only to a request before it in the order
+        of service, which then is first until it ends, so each request costs at most two contexts of steps.
         """
         live = [r for r in self.asked if r not in self.finished and r not in self.aborted]
         for _ in range(2 * (len(live) + 1) * self.limits.context_tokens):
@@ -257,9 +259,9 @@ class FakeEngine:
         before = [item for item in self.plans[0].items if self.scheduler.counts(item)]
         assert [(i.request, i.start + 1, 1, True) for i in before] == [
             (i.request, i.start, i.num_tokens, i.samples) for i in plan.items
-        ], "a device feeds the tokens that it was asked for, one after the other"
-        assert all(item.start < item.request.max_length for item in plan.items), "beyond the context"
-        assert any(item.start + 1 < item.request.max_length for item in plan.items), "for nothing"
+        ], "a step ahead must have the items that count, in their order, one token later"
+        assert all(item.start < item.request.max_length for item in plan.items), "a token beyond the longest answer"
+        assert any(item.start + 1 < item.request.max_length for item in plan.items), "every request ends before it"
         tree = set(self.cache.pages()) if self.cache else set()
         slots = [self._slot(item.request.pages, item.start) for item in plan.items]
         slots += [self._slot(item.request.pages, item.start) for item in before]
@@ -272,7 +274,7 @@ class FakeEngine:
         for place, item in enumerate(plan.items):
             self.page_table.set(place, item.request.pages)
             there = self.kernels_table[place, : len(item.request.pages)].tolist()
-            assert there == item.request.pages, "a list of pages has changed, not only grown"
+            assert there == item.request.pages, "a list of pages was changed, not only appended to"
         into = [item.copy_to for item in plan.items if item.copy_to != NO_SLOT]
         assert len(set(into)) == len(into), "two states are copied into one slot"
 
@@ -288,7 +290,7 @@ class FakeEngine:
         return pages[position // size], position % size
 
     def _spoil(self, item: StepItem, pages: list[int], state: int, state_slot: int) -> None:
-        """The device does not know that nobody wants the item, or is not done: it writes what is not the token's."""
+        """Write wrong KV and `state` in place of the item's: for an item that no longer counts, or is not finished."""
         for position in range(item.start, item.start + item.num_tokens):
             self.pool[self._slot(pages, position)] = (-1, -1, "")
         self.states[state_slot] = state
@@ -301,7 +303,7 @@ class FakeEngine:
             if position >= item.start:
                 self.pool[self._slot(pages, position)] = (tokens[position], state, self._kernel(item))
             want = tokens[position], state, self._fixed_kernel(item.request, position)
-            assert self.pool[self._slot(pages, position)] == want, "stale or foreign page, or another kernel"
+            assert self.pool[self._slot(pages, position)] == want, "stale page, another request's, or another kernel"
         if self.recurrent:
             self._advance_state(item, state_slot, state)
         if item.samples:
@@ -313,7 +315,7 @@ class FakeEngine:
         return sampled
 
     def _kernel(self, item: StepItem) -> str:
-        """What the bits of the item's rows depend on, beside the tokens."""
+        """Name of the kernel that the bits of the item's rows depend on; "" if phases are free."""
         if self.phases is None:
             return ""
         if item.start >= item.request.num_prompt:
@@ -321,7 +323,7 @@ class FakeEngine:
         return "prompt" if self.phases.cell_tokens is None else f"prompt {item.start} {item.num_tokens}"
 
     def _fixed_kernel(self, request: Request, position: int) -> str:
-        """The same as it must be: by the request alone."""
+        """The kernel that must have computed this position, which depends on the request alone."""
         if self.phases is None:
             return ""
         if position >= request.num_prompt:
@@ -332,7 +334,7 @@ class FakeEngine:
         return f"prompt {start} {min(self.phases.cell_tokens, request.num_prompt - start)}"
 
     def _check_phase(self, plan: StepPlan) -> None:
-        """A step has rows of one phase, and only so many requests as may share its kernels."""
+        """With fixed phases, a step must have rows of one phase, and only one request if phases say so."""
         if self.phases is None:
             return
         decodes = {item.start >= item.request.num_prompt for item in plan.items}
@@ -341,11 +343,11 @@ class FakeEngine:
             assert len(plan.items) == 1
 
     def _advance_state(self, item: StepItem, state_slot: int, want: int) -> None:
-        """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""
+        """Advance the state in the request's slot by the item's tokens; it must be that of the whole prefix."""
         state = self.states[state_slot] if item.start else _SEED
         for token in item.request.tokens[item.start : item.start + item.num_tokens]:
             state = digest(state, token)
-        assert state == want, "a foreign state"
+        assert state == want, "another sequence's state"
         self.states[state_slot] = state
 
     def _take(self, event: TokenEvent) -> None:

@@ -1,4 +1,4 @@
-"""An engine that is always a step ahead gives what one gives that waits: every answer, whatever ends when."""
+"""Overlap scheduling: an engine that launches every step ahead gives the same answers as one that waits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PAGE_TOKENS, CONTEXT = 4, 64
 
 
 class FollowingExecutor(EagerExecutor):
-    """Continues with tokens that no one has read yet, as a GPU does. `late`: rows whose token only the CPU knows, so
-    that the next step continues with another one; `broken_at`: a position at which no logits are finite."""
+    """Continues with tokens that have not reached the host, as a GPU does. `late`: rows sampled on the CPU, so
+    that the next step continues with another token; `broken_at`: a position at which all logits are NaN."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args, overlap=True)
         self.late: Callable[[Row], bool] = lambda row: False
         self.broken_at = -1
-        self.rows: list[int] = []  # of the steps that followed
+        self.rows: list[int] = []  # one entry for each step launched ahead
         self.unread: list[EagerStep] = []  # launched, and neither waited for nor cancelled
 
     @property
@@ -112,7 +112,7 @@ def requests(seed: int, vocab: int, count: int = 12) -> list[EngineRequest]:
 
 
 class Near(float):
-    """A log-probability: steps that are cut elsewhere round elsewhere, by some 1e-6."""
+    """A log-probability that equals others within rounding: steps of other sizes differ by some 1e-6."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-4
@@ -134,7 +134,7 @@ def answers(case: Case, asked: Sequence[EngineRequest]) -> dict[str, tuple[Any, 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_pages", [48, 14])
-def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
+def test_overlap_gives_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
     """Twice, so that the second time finds what the first has left in the prefix cache; with few pages some are
     preempted."""
     waits, hurries = Case(decoder, ahead=False, num_pages=num_pages), Case(decoder, ahead=True, num_pages=num_pages)
@@ -153,8 +153,8 @@ def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_that_only_the_cpu_knows(seed: int, decoder: Decoder) -> None:
-    """What followed from other tokens is computed again, and is in no page that others find."""
+def test_late_tokens_are_recomputed(seed: int, decoder: Decoder) -> None:
+    """Values computed from replaced tokens are recomputed, and are in no page of the prefix cache."""
     waits, hurries = Case(decoder, ahead=False), Case(decoder, ahead=True)
     executor = hurries.executor
     assert isinstance(executor, FollowingExecutor)
@@ -165,8 +165,8 @@ def test_tokens_that_only_the_cpu_knows(seed: int, decoder: Decoder) -> None:
     assert hurries.follows > 5
 
 
-def test_ends_do_not_stop_it(decoder: Decoder) -> None:
-    """Rows move up behind those that end."""
+def test_steps_go_on_ahead_when_a_request_ends(decoder: Decoder) -> None:
+    """Rows move up when the rows before them end."""
     counts, found = (16, 24, 12, 24, 20), []
     for ahead in (False, True):
         case = Case(decoder, ahead=ahead, max_running=5)
@@ -178,7 +178,7 @@ def test_ends_do_not_stop_it(decoder: Decoder) -> None:
     assert [len(found[0][f"r{i}"][0]) for i in range(5)] == list(counts)
 
 
-def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:
+def test_an_abort_during_a_step_ahead_leaves_nothing(decoder: Decoder) -> None:
     case = Case(decoder, ahead=True)
     asked = [request(f"r{i}", [5 + i, 6, 7], 40) for i in range(3)]
     for one in asked:
@@ -201,12 +201,12 @@ def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:
     assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
-def test_values_that_are_not_finite_end_their_request_alone(decoder: Decoder) -> None:
-    """The next step has been started already: with some token, and nobody hears of it."""
+def test_non_finite_logits_end_only_their_request(decoder: Decoder) -> None:
+    """The next step was launched already, with an arbitrary token; its results are discarded."""
     case, asked = Case(decoder, ahead=True), [request("long", [5, 6, 7, 8, 9], 12), request("short", [5, 6], 12)]
     executor = case.executor
     assert isinstance(executor, FollowingExecutor)
-    executor.broken_at = 15  # only the longer one gets there in time
+    executor.broken_at = 15  # only the longer prompt reaches that position
     for one in asked:
         case.engine.submit(one)
     events = finish_all(case.engine)
@@ -218,7 +218,7 @@ def test_values_that_are_not_finite_end_their_request_alone(decoder: Decoder) ->
     assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
-def test_the_last_step_is_waited_for_before_the_engine_is_left(decoder: Decoder) -> None:
+def test_settle_cancels_the_step_in_flight(decoder: Decoder) -> None:
     case = Case(decoder, ahead=True)
     case.engine.submit(request("r", [5, 6], 30))
     for _ in range(5):
@@ -228,7 +228,7 @@ def test_the_last_step_is_waited_for_before_the_engine_is_left(decoder: Decoder)
     assert case.executor.unread == []  # type: ignore[union-attr]
 
 
-def test_host_time_beside_a_busy_device_adds_nothing(decoder: Decoder) -> None:
+def test_overlapped_host_time_is_not_counted(decoder: Decoder) -> None:
     case = Case(decoder, ahead=True)
     case.engine.submit(request("r", [5, 6], 30))
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""CUDA graphs launched behind each other, with tokens that only the GPU knows: the bits of a GPU that waits."""
+"""Overlap scheduling with CUDA graphs, whose tokens stay on the GPU: the bits of a GPU that waits for each step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine_of(
     folder: Path, pool: Pool, split: Split, *, ahead: bool, keep: list[Kept] | None = None
 ) -> tuple[Engine, list[int]]:
-    """An engine, and of each step that was started ahead its sequences."""
+    """An engine, and the sequences of each step launched ahead."""
     model = load_split(folder, pool, split, "cuda", keep=keep)
     limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
     executor = model.make(StepLimits(ROWS, RUNNING, PAGES * PAGE_TOKENS, PAGE_TOKENS, 64), PAGES)
@@ -71,8 +71,8 @@ def asked(count: int, tokens: int, **more: object) -> list[EngineRequest]:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("count", [1, 5, 9])
-def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) -> None:
-    """All end together, so that the steps are the same ones."""
+def test_overlap_gives_the_same_answers(share: float, count: int, pool: Pool, folder: Path) -> None:
+    """All requests end together, so that both engines compute the same steps."""
     found = []
     for ahead in (False, True):
         engine, follows = engine_of(folder, pool, Split(share), ahead=ahead)
@@ -84,8 +84,8 @@ def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) ->
     assert found[0] == found[1]
 
 
-def test_ends_do_not_stop_it(pool: Pool, folder: Path) -> None:
-    """Rows move up behind those that end, in the graph of eight that all steps have in both engines."""
+def test_steps_go_on_ahead_when_a_request_ends(pool: Pool, folder: Path) -> None:
+    """Rows move up when requests end, in the graph of eight sequences that all steps use in both engines."""
     found = []
     for ahead in (False, True):
         engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
@@ -98,8 +98,8 @@ def test_ends_do_not_stop_it(pool: Pool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [3, 9])
-def test_who_breaks_ends_alone(at: int, pool: Pool, folder: Path) -> None:
-    """While another step is in flight, and rows move up behind it: keys of one request are NaN from a step on."""
+def test_nan_ends_only_its_request(at: int, pool: Pool, folder: Path) -> None:
+    """Keys of one request become NaN while another step is in flight, and rows move up after it."""
     whole = {}
     for poisoned in (False, True):
         engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)
@@ -129,8 +129,8 @@ def poison(engine: Engine, name: str) -> None:
     torch.cuda.synchronize()
 
 
-def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path) -> None:
-    """Pages, and copies of states taken between two steps in flight. Steps are the same ones: all end together."""
+def test_follow_up_prompts_reuse_what_was_computed_ahead(pool: Pool, folder: Path) -> None:
+    """Pages, and copies of states taken between two steps in flight. All requests end together: the same steps."""
     found = []
     for ahead in (False, True):
         engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
@@ -148,8 +148,8 @@ def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path
     assert found[0] == found[1]
 
 
-def test_tokens_that_the_cpu_draws(pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its first token the CPU is asked already: no step goes ahead of such a request."""
+def test_no_step_ahead_of_cpu_sampled_tokens(pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU samples such a request's first token already, so no step goes ahead of it."""
     monkeypatch.setattr("proa.engine.executors.device_sampler.MOST_KEPT", 8)
     found = []
     for ahead in (False, True):
@@ -161,8 +161,8 @@ def test_tokens_that_the_cpu_draws(pool: Pool, folder: Path, monkeypatch: pytest
     assert found[0] == found[1]
 
 
-def test_ends_in_the_middle(pool: Pool, folder: Path) -> None:
-    """Stops that nobody foresaw, new requests, aborts: whatever the steps were, nothing stays behind."""
+def test_stops_aborts_and_arrivals_leave_nothing(pool: Pool, folder: Path) -> None:
+    """Stop tokens, new requests and aborts at any time: no page or slot stays allocated."""
     engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)
     sent = asked(40, 30, eos_token_ids=tuple(range(0, 400, 9)))
     finished: set[str | None] = {None}
@@ -184,8 +184,8 @@ def test_ends_in_the_middle(pool: Pool, folder: Path) -> None:
     assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
-def test_experts_move_between_steps_that_wait(pool: Pool, folder: Path) -> None:
-    """A copy that has arrived gets its turn: steps follow each other only until then."""
+def test_experts_move_between_steps(pool: Pool, folder: Path) -> None:
+    """Steps go ahead of each other only until an expert's copy has arrived, which is then put to use."""
     keep: list[Kept] = []
     engine, follows = engine_of(folder, pool, Split(0.5, inclusive=True, spare=1), ahead=True, keep=keep)
     for one in asked(4, 300, temperature=1.0, min_tokens=0, stop_token_ids=()):

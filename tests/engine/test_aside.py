@@ -1,4 +1,4 @@
-"""Who listens keeps off the engine's CPU, and only meanwhile."""
+"""A listening thread keeps off the engine's CPU, and only while it listens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _as_before() -> Iterator[None]:
     os.sched_setaffinity(0, CPUS)
 
 
-def test_off_and_back() -> None:
+def test_affinity_is_changed_and_restored() -> None:
     first, *others = sorted(CPUS)
     aside = Aside()
     aside.cpus = [first]
     aside.listen()
     assert os.sched_getaffinity(0) == set(others)
-    aside.listen()  # others have begun to listen
+    aside.listen()  # a second listen() changes nothing
     aside.rest()
     assert os.sched_getaffinity(0) == CPUS
     aside.rest()
@@ -40,7 +40,7 @@ def test_off_and_back() -> None:
 
 
 @pytest.mark.parametrize("taken", [(), sorted(CPUS), [max(CPUS) + 1]], ids=["none", "all", "another machine's"])
-def test_where_there_is_nothing_to_keep_off(taken: list[int]) -> None:
+def test_affinity_stays_without_other_cpus(taken: list[int]) -> None:
     aside = Aside()
     aside.cpus = taken
     aside.listen()
@@ -50,7 +50,7 @@ def test_where_there_is_nothing_to_keep_off(taken: list[int]) -> None:
 
 
 @pytest.mark.parametrize("own_thread", [True, False])
-def test_while_requests_run(own_thread: bool, tmp_path: Path) -> None:
+def test_client_listens_only_while_requests_run(own_thread: bool, tmp_path: Path) -> None:
     options = from_keywords(EngineOptions, gpu="none", dtype="bfloat16", context=256)
 
     async def go() -> tuple[set[int], list[set[int]]]:

@@ -1,4 +1,4 @@
-"""The frontend's end of the engine's messages, without an engine."""
+"""EngineClient's handling of the engine's messages, without an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Process:
         return 0
 
 
-def test_events_are_seen_with_the_stats_of_their_step() -> None:
+def test_events_come_with_their_steps_stats() -> None:
     messages: list[Any] = [
         Tokens(
             [TokenEvent(id="r", tokens=[step], finish="length" if step == STEPS else None)],
@@ -39,7 +39,7 @@ def test_events_are_seen_with_the_stats_of_their_step() -> None:
         client = EngineClient(Process(), end)  # type: ignore[arg-type]
         engine = Channel(EngineEnd(its))
         for message in messages:
-            engine.send(message)  # all have come when the first is taken
+            engine.send(message)  # all have arrived when the first is taken
         request = EngineRequest(id="r", tokens=[1], sampling=Sampling(max_tokens=STEPS))
         seen = [(event.tokens[0], client.stats.scheduler.steps) async for event in client.generate(request)]
         asked = engine.receive()

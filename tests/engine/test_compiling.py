@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: by several processes, some of which die; and what a start says of it."""
+"""Kernels compiled ahead: by several processes, some of which die; and the start-up table's row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def variant(name: str) -> Variant:
 
 
 class FakeCompiler:
-    """Does as the names of variants say."""
+    """Acts as the variant's name says: compiles, fails or dies."""
 
     def compile(self, variant: Variant) -> Compiled:
         if "dies" in variant.name:
@@ -45,20 +45,20 @@ def compiled(names: list[str], processes: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("processes", [1, 3, 8])
-def test_every_variant_is_told_of_once(processes: int) -> None:
+def test_every_variant_is_reported_once(processes: int) -> None:
     names = [f"m.k{i}" for i in range(7)]
     assert compiled(names, min(processes, len(names))) == dict.fromkeys(names, "")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_process_that_dies_costs_its_kernel_alone(processes: int) -> None:
+def test_a_dying_process_fails_only_its_kernel(processes: int) -> None:
     found = compiled(["m.a", "m.dies", "m.b", "m.dies_too", "m.c"], processes)
     assert found.keys() == {"m.a", "m.dies", "m.b", "m.dies_too", "m.c"}
     assert {name for name, error in found.items() if error} == {"m.dies", "m.dies_too"}
-    assert found["m.dies"] == f"the process that compiled it ended with code {-signal.SIGKILL}"
+    assert found["m.dies"] == f"the process that compiled it ended with exit code {-signal.SIGKILL}"
 
 
-def test_no_process_is_left_where_nobody_waits() -> None:
+def test_closing_the_iterator_ends_all_processes() -> None:
     found = compile_all([variant(f"m.{n}") for n in ("k", "slow1", "slow2")], FakeCompiler(), 3)  # type: ignore[arg-type]
     assert next(found).variant.name == "m.k"
     mine = children(os.getpid())
@@ -106,7 +106,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_start_says(name: str) -> None:
+def test_the_row_counts_kernels(name: str) -> None:
     events, loads, (got, words) = ROWS[name]
     entered = threading.Event()
     ahead, loaded = compiling(events)
@@ -125,13 +125,13 @@ def test_what_a_start_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (lambda: os._exit(3), "the compiling process ended with code 3"),
+        (lambda: os._exit(3), "the compiling process ended with exit code 3"),
         (lambda: (_ for _ in ()).throw(ValueError("no such layer")), "ValueError: no such layer"),
     ],
     ids=["dies", "raises"],
 )
 @pytest.mark.parametrize("before", [[], listed("m.a", "m.b", "m.c")[:3]], ids=["at once", "on its way"])
-def test_an_end_that_is_too_early_is_told(end: Callable[[], None], words: str, before: list[Event]) -> None:
+def test_an_early_end_is_reported(end: Callable[[], None], words: str, before: list[Event]) -> None:
     ahead, loaded = compiling(before, end)
     ahead.load_after(lambda: None)
     row = ahead.wait(lambda loading: None, 30.0)
@@ -141,7 +141,7 @@ def test_an_end_that_is_too_early_is_told(end: Callable[[], None], words: str, b
     assert not ahead.progress.complete
 
 
-def test_a_start_waits_for_so_long_and_no_longer() -> None:
+def test_wait_returns_after_its_limit() -> None:
     ahead, loaded = compiling(listed("m.a", "m.b")[:2], lambda: time.sleep(60))
     ahead.load_after(lambda: None)
     begin = time.monotonic()

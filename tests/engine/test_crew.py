@@ -1,4 +1,4 @@
-"""How many workers decode: chosen by trial, and really the only ones that work then."""
+"""The number of workers for decode: chosen by trial, and only these work then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiny import make_tiny
 
 
 class Watched(Pool):
-    """Writes down what it is told."""
+    """A pool that records the calls of `use`."""
 
     def __init__(self, teams: list[list[int]]) -> None:
         super().__init__(teams, pin=False, spin_us=50)
@@ -43,13 +43,13 @@ def trial(workers: int, *milliseconds: float) -> Trial:
         ([trial(16, 5, 5.1, 5.2), trial(15, 4.8, 4.8, 4.9), trial(8, 7, 7, 7)], False, 15, "the fastest"),
         ([trial(16, 5, 5.1, 5.2), trial(15, 4.5, 4.6, 4.7), trial(8, 4, 4, 4)], False, 8, "the fastest"),
         ([trial(8, 5, 5, 5), trial(7, 6, 6, 6), trial(16, 4, 4, 4)], False, 16, "the fastest"),
-        ([trial(16, 5, 5.1, 5.2), trial(15, 4.9, 4.95, 5)], False, 16, "no other number"),  # too little to be sure
+        ([trial(16, 5, 5.1, 5.2), trial(15, 4.9, 4.95, 5)], False, 16, "no other number"),  # too small a gain
         ([trial(16, 5, 5.1, 5.2), trial(15, 4, 5.5, 5.5)], False, 16, "no other number"),  # one lucky round
-        ([trial(16, 5, 9, 9), trial(15, 4, 4, 4)], False, 16, "vary too much"),  # something else runs here
-        ([trial(16, 5, 5, 5), trial(8, 5.4, 5.4, 5.4), trial(4, 9, 9, 9)], True, 8, "lose a tenth"),
+        ([trial(16, 5, 9, 9), trial(15, 4, 4, 4)], False, 16, "vary too much"),  # other load on the machine
+        ([trial(16, 5, 5, 5), trial(8, 5.4, 5.4, 5.4), trial(4, 9, 9, 9)], True, 8, "within 10%"),
         ([trial(16, 5, 5, 5), trial(8, 6, 6, 6), trial(4, 9, 9, 9)], True, 16, "no other number"),
         ([trial(16, 5, 5, 5), trial(15, 4, 4, 4), trial(8, 4.9, 4.9, 4.9)], True, 15, "the fastest"),
-        ([trial(8, 5, 5, 5), trial(4, 4.3, 4.3, 4.3), trial(16, 4, 4, 4)], True, 4, "lose a tenth"),
+        ([trial(8, 5, 5, 5), trial(4, 4.3, 4.3, 4.3), trial(16, 4, 4, 4)], True, 4, "within 10%"),
         ([trial(16, 5, 9, 9), trial(4, 5, 5, 5)], True, 16, "vary too much"),
     ],
 )
@@ -61,12 +61,12 @@ def test_the_best_number_of_workers(trials: list[Trial], saving: bool, workers: 
     assert best(trials, saving=saving, disturbed=0.2) == (0, DISTURBED_20)
 
 
-DISTURBED_20 = "other programs had these cores for 20% of the time, so times tell little"
+DISTURBED_20 = "other programs used these cores for 20% of the time, so times are not reliable"
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not say")
-def test_waiting_for_a_core_is_seen() -> None:
-    """More threads that compute than there are CPUs to run on."""
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel has no schedstat")
+def test_waiting_for_a_core_is_measured() -> None:
+    """Two computing threads on one CPU."""
     mine = os.sched_getaffinity(0)
     code = "while True: pass"
     with subprocess.Popen(programs.python("-c", code)) as other:
@@ -114,7 +114,7 @@ class Machine:
         ),
     ],
 )
-def test_trials(seconds: dict[int, float], few: tuple[int, ...], row: tuple[str, str]) -> None:
+def test_trials_choose_few_workers(seconds: dict[int, float], few: tuple[int, ...], row: tuple[str, str]) -> None:
     with Watched([[0, 0, 0]]) as pool:
         crew, machine = Crew(pool, (4,)), Machine(pool, lambda threads: seconds[threads])
         got = choose_few(crew, [(4,), (3,), (2,)], machine.step, clock=machine.clock, waited=lambda: 0.0)
@@ -124,10 +124,10 @@ def test_trials(seconds: dict[int, float], few: tuple[int, ...], row: tuple[str,
         assert got.why.startswith(row[1])
         assert set(pool.calls) == {(3,), (2,), (1,)}
         whole_s = 2 * seconds[4]
-        assert machine.now_s <= whole_s + 2 * TRIALS_S  # others may be slower than the first by which it was planned
+        assert machine.now_s <= whole_s + 2 * TRIALS_S  # planned from the first trial; others may be slower
 
 
-def test_siblings_are_named_where_they_help() -> None:
+def test_smt_siblings_are_named_if_faster() -> None:
     with Watched([[0, 0, 0]]) as pool:
         crew, machine = Crew(pool, (2,)), Machine(pool, lambda threads: 0.01 / threads)
         got = choose_few(crew, [(2,), (1,), (4,)], machine.step, clock=machine.clock, waited=lambda: 0.0)
@@ -145,7 +145,7 @@ def test_a_disturbed_trial_changes_nothing() -> None:
         assert "other programs" in got.why
 
 
-def test_nothing_to_choose() -> None:
+def test_one_trial_gives_no_decision() -> None:
     with Watched([[]]) as pool:
         assert choose_few(Crew(pool, (1,)), [(1,)], lambda i, share: None) is None
         assert pool.calls == []
@@ -169,7 +169,7 @@ def logits(run: RecordedExecutor, span: Span) -> torch.Tensor:
     return run.logits_of(step, range(len(span.tokens))).clone()
 
 
-def test_few_tokens_get_few_workers_and_the_same_bits(folder: Path) -> None:
+def test_few_workers_for_few_tokens_give_the_same_bits(folder: Path) -> None:
     with Watched([[0, 0], [0]]) as pool:
         crew = Crew(pool, (3, 1))
         crew.few = (1, 1)
@@ -180,11 +180,11 @@ def test_few_tokens_get_few_workers_and_the_same_bits(folder: Path) -> None:
             long = logits(run, Span(list(range(40)), 0, [0, 1, 2], 40))
             short = logits(run, Span([7] * FEW_TOKENS, 40, [0, 1, 2, 3], 40))
             found.append((long, short))
-        assert pool.calls == [(2, 1), (0, 1), (2, 1)]  # the last time, nothing changes
+        assert pool.calls == [(2, 1), (0, 1), (2, 1)]  # the fourth step uses the workers of the third
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_real_step_can_be_tried_at_any_length(folder: Path) -> None:
+def test_try_step_leaves_the_cache_intact(folder: Path) -> None:
     with Watched([[0]]) as pool:
         crew = Crew(pool, (2,))
         run = executor(load_native(folder, pool), crew)

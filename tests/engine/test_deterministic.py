@@ -23,7 +23,7 @@ from tiny import make_tiny
 
 CONTEXT = 448
 STEM = [(7 * i) % 200 + 20 for i in range(CONTEXT)]
-PAGES = 34  # of 16 tokens: one context and a little, so that requests are preempted
+PAGES = 34  # of 16 tokens: little more than one context, so that requests are preempted
 
 
 @dataclass
@@ -52,13 +52,13 @@ def requests() -> dict[str, EngineRequest]:
 @dataclass(frozen=True)
 class Arrival:
     name: str
-    step: int  # before which it is submitted
+    step: int  # the step before which it is submitted
     priority: int
     abort_after: int | None  # steps
 
 
 def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
-    """Answers of those that were not aborted, by a number each."""
+    """Answers of the requests that were not aborted, by index."""
     asked, answers = requests(), dict[str, Answer]()
     aborted = set[str]()
     for step in range(100_000):
@@ -136,7 +136,7 @@ ARRIVALS = st.lists(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_schedule_has_the_same_answers(case: Case, tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_the_schedule(case: Case, tmp_path: Path) -> None:
     folder = make_tiny(case.model, tmp_path)
     alone = engine_of(folder, case, prefix_cache=False)
     want = {name: run(alone, [Arrival(name, 0, 0, None)])["0"] for name in requests()}

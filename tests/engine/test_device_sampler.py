@@ -1,4 +1,4 @@
-"""The sampler of a GPU, its kernels interpreted where there is none: requests as on the CPU, step after step."""
+"""DeviceSampler gives the CPU sampler's results, step after step. Without a GPU its kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_device(
     there, tokens = logits.to(device), argmax(logits).int().to(device)
     sampler.launch(there, tokens, rows)
     choices = sampler.read(tokens.tolist(), rows, there)
-    assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "others read the logits after it"
+    assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "the sampler must restore the logits"
     return choices
 
 
@@ -81,8 +81,8 @@ def test_answers_of_eight_steps(rng: torch.Generator, device: torch.device) -> N
             texts[name].append(choice.token)
 
 
-def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) -> None:
-    """Drawn, explained or changed, they are reported; their neighbours get what they would without them."""
+def test_non_finite_rows(rng: torch.Generator, device: torch.device) -> None:
+    """They get token -1 with any sampling parameters, and do not change the other rows."""
     names = list(ANSWERS)
     rows = [row(name, [1, 2], 2, **ANSWERS[name]) for name in names]
     logits = torch.randn(len(rows), VOCAB, generator=rng)
@@ -96,7 +96,7 @@ def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) ->
     assert_same([got[i] for i in kept], [clean[i] for i in kept])
 
 
-def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generator, device: torch.device) -> None:
+def test_rows_with_too_many_edits_are_sampled_on_the_cpu(rng: torch.Generator, device: torch.device) -> None:
     rows = [
         row("long", list(range(40)), 40, repetition_penalty=1.2, logprobs=1),
         row("longer", list(range(50)), 50, repetition_penalty=1.2, temperature=0.0, logprobs=3),
@@ -112,7 +112,7 @@ def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generat
         assert [choice.late for choice in got] == [False, True, False, False]
 
 
-def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flat_distribution_is_sampled_on_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proa.engine.executors.device_sampler.MOST_KEPT", 16)
     rows = [row("flat", [1], 1, top_p=0.9, logprobs=1), row("peaked", [1], 1, top_p=0.9, logprobs=1)]
     logits = torch.arange(2.0)[:, None] * torch.linspace(0, 60, VOCAB)
@@ -130,12 +130,12 @@ def test_one_row_alone(wishes: dict[str, Any], rng: torch.Generator, device: tor
     assert_same(on_device(sampler_of(1, device), logits, rows, device), want)
 
 
-def test_nothing_asked_is_nothing_done(device: torch.device) -> None:
+def test_greedy_rows_get_nothing_from_an_earlier_step(device: torch.device) -> None:
     logits = torch.zeros(2, VOCAB)
     rows = [row("a", [1], 1, temperature=0.0), row("b", [1], 1, temperature=0.0)]
     sampler = sampler_of(2, device)
     on_device(sampler, logits, [row("c", [1], 1, logprobs=3)], device)
-    assert on_device(sampler, logits, rows, device) == [SampledToken(0), SampledToken(0)], "nor what was asked before"
+    assert on_device(sampler, logits, rows, device) == [SampledToken(0), SampledToken(0)], "logprobs of the step before"
 
 
 def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.device) -> None:
@@ -144,7 +144,7 @@ def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.d
         tokens = torch.randint(VOCAB, (number,), generator=rng).tolist()
         logprobs.launch_given(logits.to(device), tokens, top)
         if device.type == "cuda":
-            torch.cuda.synchronize()  # as whoever reads does
+            torch.cuda.synchronize()  # as DeviceLogprobs.read requires
         got, want = logprobs.read(tokens), token_logprobs(logits[:number], tokens, top)
         assert_same([SampledToken(t, g) for t, g in zip(tokens, got, strict=True)],
                     [SampledToken(t, w) for t, w in zip(tokens, want, strict=True)])  # fmt: skip
@@ -169,7 +169,7 @@ CHANGES = st.fixed_dictionaries(
 def test_edits_give_the_bits_of_the_definition(
     prompt: list[int], answer: list[int], changes: dict[str, Any], seed: int
 ) -> None:
-    """Kept from token to token, or made at the end."""
+    """Whether edits are kept up to date token by token or made at the end."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     kept = LogitEdits(row("r", prompt, len(prompt), **changes))
     for length in range(len(answer) + 1):

@@ -74,7 +74,7 @@ def test_split_with_a_gpu(name: str, device: str, pool: Pool, tmp_path: Path) ->
 
 
 def answers(model: Loaded, texts: dict[str, list[int]], **engine: int | bool) -> tuple[dict[str, list[int]], Tensor]:
-    """Each answer, and the logits behind the last token."""
+    """Each answer, and the logits after the last token."""
     made, runner = make_engine(model, **engine)  # type: ignore[arg-type]
     for name, tokens in texts.items():
         made.submit(request(name, tokens, 9))
@@ -88,7 +88,7 @@ def answers(model: Loaded, texts: dict[str, list[int]], **engine: int | bool) ->
 @pytest.mark.parametrize(
     "engine", [{"max_batch_tokens": 7}, {"num_pages": 40, "prefix_cache": False}], ids=["chunks", "preemption"]
 )
-def test_however_the_engine_cuts_the_work(folder: Path, engine: dict[str, int | bool]) -> None:
+def test_chunks_and_batches_change_only_rounding(folder: Path, engine: dict[str, int | bool]) -> None:
     """All attention reads what was stored, so that only roundings differ. A code is 2^20 times one of float32's, and
     some of thousands of values lie that near to where the next code begins; it is 2^49 times one of float64's."""
     texts = {f"r{i}": tokens for i, tokens in enumerate(prompts([24, 25, 26, 27, 28]))}
@@ -107,7 +107,7 @@ def test_after_a_prefix_hit(tmp_path: Path) -> None:
     for name, own in (("first", first), ("second", second)):
         made.submit(request(name, shared + own, 9))
         events = finish_all(made)
-    assert min(runner.logits["second"]) == 20, "the shared pages were computed again"
+    assert min(runner.logits["second"]) == 20, "the shared pages must not be recomputed"
     assert tokens_of(events["second"]) == want["second"]
     last = runner.logits["second"][max(runner.logits["second"])]
     assert (last - logits[0]).abs().max() <= 1e-4 * logits.abs().max()

@@ -1,4 +1,4 @@
-"""What a GPU's engine takes is what was planned, and stays the same however long it runs."""
+"""A GPU engine's memory is within the plan, and does not grow however long it runs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 from tiny_gguf import make_tiny_gguf
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what other engines take meanwhile would count
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # memory that other engines allocate meanwhile would count
 ROUND_REQUESTS = 40
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["bfloat16", "Q8_0"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Plan, Engine, Ready, list[Loading]]]:
-    """Of weights that are stored so: linear layers keep blocks."""
-    gc.collect()  # what earlier tests left
+    """An engine over weights of this stored type: linear layers keep GGUF blocks."""
+    gc.collect()  # memory that earlier tests left
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     if request.param == "bfloat16":
@@ -54,7 +54,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pla
 
 
 def play(engine: Engine, seed: int) -> int:
-    """A round of short, long, cancelled and drawn requests in bursts; how many steps it took."""
+    """A round of short, long, cancelled and sampled requests in bursts. Returns the number of steps."""
     rng, steps, alive = random.Random(seed), 0, []
     waiting = [
         asks(
@@ -77,10 +77,10 @@ def play(engine: Engine, seed: int) -> int:
     return steps
 
 
-def test_no_step_waits_for_a_kernel(
+def test_all_kernels_are_ready_before_the_first_request(
     loaded: tuple[Plan, Engine, Ready, list[Loading]], caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """All that requests of any kind launch was compiled and loaded before the first one."""
+    """Every kernel that any request launches was compiled and loaded before the first one."""
     _, engine, ready, _ = loaded
     row = next(row for row in ready.decisions if row.name == "GPU kernels")
     assert row.got in ("compiled", "kept"), row
@@ -88,7 +88,7 @@ def test_no_step_waits_for_a_kernel(
     assert not [record.message for record in caplog.records if "was not ready" in record.message]
 
 
-def test_nothing_grows_and_the_plan_holds(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
+def test_memory_does_not_grow_and_stays_within_the_plan(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
     plan, engine, _, _ = loaded
     assert plan.gpu is not None
     vram = plan.gpu.vram
@@ -108,8 +108,8 @@ def test_nothing_grows_and_the_plan_holds(loaded: tuple[Plan, Engine, Ready, lis
     assert total - free <= vram.total_bytes - vram.free_bytes + vram.used_bytes
 
 
-def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
-    """Graphs were captured while loading, and that was said; the first request captures nothing more."""
+def test_decode_graphs_are_captured_before_ready(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
+    """Graphs are captured while loading, as the row says; the first request captures no more."""
     _, engine, ready, reports = loaded
     rows = {row.name: row for row in ready.decisions}
     assert rows["first steps"].got == "tried"
@@ -126,7 +126,7 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
 
 
 def test_rates_of_co_fetch_make_sense(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
-    """Experts of a few kilobytes: launched one by one, they were read before the CPU had begun."""
+    """Experts of a few kilobytes: launched one by one, they would be read before the CPU begins."""
     _, _, ready, _ = loaded
     row = next(row for row in ready.decisions if row.name == "co-fetch")
     assert row.got == "on", row.why
@@ -136,7 +136,7 @@ def test_rates_of_co_fetch_make_sense(loaded: tuple[Plan, Engine, Ready, list[Lo
 @pytest.mark.alone
 @pytest.mark.parametrize("running", [4, 64])
 def test_all_in_vram_takes_what_is_planned(running: int) -> None:
-    """In a process of its own, so that the context counts. Seen: 12 to 22 MiB more than planned, of a long context."""
+    """In a separate process, so that the CUDA context counts. Seen: 12 to 22 MiB over the plan, with a long context."""
     probe = ROOT / "benchmarks/probes/gpu_memory.py"
     command = [sys.executable, str(probe), "--shape=tiny", "--layers=2", f"--max-running={running}", "--json"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))

@@ -1,4 +1,4 @@
-"""The GPU's executor without a GPU: which steps it launches, what they read, what is sampled, who is told."""
+"""GraphExecutor without a GPU: the steps that it launches, their inputs, sampled tokens and faults."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def requests(seed: int, vocab: int, count: int = 6) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_answers_of_an_eager_executor(seed: int, decoder: Decoder) -> None:
+def test_answers_are_those_of_an_eager_executor(seed: int, decoder: Decoder) -> None:
     """Without overlap both compute the same steps; sampling is the device's, interpreted. Twice: with prefix hits."""
     graphs, eager = Case(decoder, overlap=False), Case(decoder, "eager")
     asked = requests(seed, decoder.spec.vocab)
@@ -122,15 +122,15 @@ def test_the_answers_of_an_eager_executor(seed: int, decoder: Decoder) -> None:
 
 
 def test_overlap_changes_no_answer(decoder: Decoder) -> None:
-    """All decode together, one ends before the others: rows move up behind it, in the same graph."""
+    """All decode together and one ends before the others: the rows after it move up, in the same graph."""
     asked = [request(f"r{i}", [5 + i, 9, 7], count, **DRAWS[i]) for i, count in enumerate((12, 8, 12, 12))]
     ahead, waits = Case(decoder), Case(decoder, overlap=False)
     assert ahead.answers(asked) == waits.answers(asked)
     assert ahead.followed == [4] * 7 + [3] * 3
 
 
-def test_ends_in_the_middle(decoder: Decoder) -> None:
-    """Stops, aborts and arrivals at any time: nothing stays behind."""
+def test_stops_aborts_and_arrivals_leave_nothing(decoder: Decoder) -> None:
+    """Stops, aborts and arrivals at any time: no page or slot stays allocated."""
     case, rng = Case(decoder), Random(1)
     sent = requests(5, decoder.spec.vocab, 16)
     for step in range(400):
@@ -149,7 +149,7 @@ def test_ends_in_the_middle(decoder: Decoder) -> None:
 
 
 def test_a_sequence_with_nan_ends_alone(attention: Decoder) -> None:
-    """While another step is in flight that computes it again."""
+    """Another step in flight computes the sequence again."""
     whole = {}
     for poisoned in (False, True):
         case = Case(attention)
@@ -175,7 +175,7 @@ def poison(case: Case, name: str) -> None:
 
 
 def test_prompts_in_the_lane(decoder: Decoder) -> None:
-    """A long prompt between decode steps: everyone's first token is that of an engine without a lane."""
+    """A long prompt between decode steps: every request's first token is that of an engine without a lane."""
     found = []
     for lane in (False, True):
         case = Case(decoder, lane=lane)
@@ -189,7 +189,7 @@ def test_prompts_in_the_lane(decoder: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_what_is_discarded_leaves_nothing_in_flight(decoder: Decoder) -> None:
+def test_cancel_leaves_nothing_in_flight(decoder: Decoder) -> None:
     case = Case(decoder)
     case.engine.submit(request("r", [5, 6], 30))
     for _ in range(4):
@@ -204,7 +204,7 @@ def test_what_is_discarded_leaves_nothing_in_flight(decoder: Decoder) -> None:
 @pytest.mark.parametrize("kind", ["eager", "graphs"])
 @pytest.mark.parametrize("wrong_from", [0, 1, 2])
 def test_drafts_are_accepted_up_to_the_first_wrong_one(kind: str, wrong_from: int, attention: Decoder) -> None:
-    """Two drafts a sequence: a graph of three rows each. The tokens are those of decode one by one."""
+    """Two drafts per sequence: a graph of three rows each. The tokens are those of decode without drafts."""
     executor = executor_of(attention, kind)
     texts = [[5, 6, 7], [11, 3, 8]]
     pages = [list(range(10)), list(range(10, 20))]
@@ -232,8 +232,8 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(kind: str, wrong_from: in
     assert got == {i: answers[i][1 : 2 + wrong_from] for i in range(2)}
 
 
-def test_a_batch_survives_the_wire() -> None:
-    """As it would be sent to other ranks."""
+def test_a_batch_can_be_serialised() -> None:
+    """A batch is equal after msgpack, as it would be sent to other ranks."""
     batch = StepBatch([Span([1, 2], 3, [7, 8], 5, 2)], [0], [(1, 2)], [(2, 3)], [PromptLogprobs(0, 0, [2], 1)])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=StepBatch) == batch
 

@@ -1,4 +1,4 @@
-"""Prompts computed in turn with those who decode: what everybody gets, and when."""
+"""Prompts computed in turns with decode steps: every request's tokens, and the steps in which they come."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
 def case_of(
     model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
 ) -> Case:
-    """turn: how long a step and a block are taken to take."""
+    """turn: the durations of a step and of a block that the lane is given."""
     context = max(PAGES, pages) * PAGE_TOKENS
     limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
     executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
@@ -84,14 +84,14 @@ def prompt(count: int, first: int = 5) -> list[int]:
 
 
 def decode(case: Case, count: int, tokens: int) -> list[TokenEvent]:
-    """So many requests d0, d1... decode: four steps of theirs."""
+    """Start `count` requests d0, d1... and run four decode steps."""
     for i in range(count):
         case.engine.submit(request(f"d{i}", prompt(3, i), tokens))
     return [event for _ in range(4) for event in case.engine.step()]
 
 
 def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, list[TokenEvent]]:
-    """What everybody gets until the first token of `asked` is there, who comes when others decode already."""
+    """Submit `asked` beside decoding requests. Returns the events up to its first token."""
     events: dict[str, list[TokenEvent]] = {f"d{i}": [] for i in range(decoding)} | {asked.id: []}
     for event in decode(case, decoding, 120):
         events[event.id].append(event)
@@ -111,7 +111,7 @@ def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, lis
         (0.5, 1.0, 0.25, [4, 4, 4, 4]),
         (0.75, 1.0, 2.0, [1, 2, 1, 2]),
         (0.2, 1.0, 0.5, [0, 1, 0, 1]),
-        (0.5, 0.0, 1.0, [1, 1, 1, 1]),  # nothing is known yet
+        (0.5, 0.0, 1.0, [1, 1, 1, 1]),  # durations are unknown
         (0.5, 1.0, 0.0, [1, 1, 1, 1]),
     ],
 )
@@ -129,7 +129,7 @@ def test_how_many_tokens_keep_a_turn_short(tokens: int, block_s: float, fitting:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
-def test_a_share_leaves_some_to_others(share: float) -> None:
+def test_a_share_is_between_zero_and_one(share: float) -> None:
     with pytest.raises(ValueError, match="no share"):
         Turns(share)
 
@@ -137,11 +137,11 @@ def test_a_share_leaves_some_to_others(share: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("turn", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0)])
-def test_the_same_answers(
+def test_a_lane_gives_the_same_answers(
     kind: str, family: str, turn: tuple[float, float], load: Callable[[str, str], Loaded]
 ) -> None:
-    """Of prompts that come while others decode, in several chunks each, one behind the other, with common beginnings.
-    On a GPU steps of other rows round otherwise: the first token is the same, and nothing is lost."""
+    """Prompts arrive while others decode, one after the other, in several chunks each and with common beginnings.
+    On a GPU steps of other sizes round differently: the first token is the same, and no token is lost."""
     model, found = load(kind, family), []
     for lane in (False, True):
         case = case_of(model, lane=lane, turn=turn)
@@ -163,7 +163,7 @@ def test_the_same_answers(
 
 
 def spans(lengths: list[int], start: int, first: int) -> list[Span]:
-    """Sequences of these lengths from position `start` on, each in pages and a state slot of its own."""
+    """Sequences of these lengths from position `start` on, each with its own pages and state slot."""
     pages = -(-(start + max(lengths)) // PAGE_TOKENS)
     return [
         Span(prompt(n, i), start, list(range((first + i) * pages, (first + i + 1) * pages)), start + n, first + i)
@@ -173,9 +173,11 @@ def spans(lengths: list[int], start: int, first: int) -> list[Span]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_are_the_whole(kind: str, family: str, load: Callable[[str, str], Loaded]) -> None:
-    """Whatever is computed between them, by more rows each time: the same bits, where the last sum of a block is
-    rounded alike beside a norm and alone."""
+def test_a_step_in_parts_has_the_bits_of_a_whole_step(
+    kind: str, family: str, load: Callable[[str, str], Loaded]
+) -> None:
+    """The same bits, whatever is computed between the parts, by more rows each time: the last sum of a block must be
+    rounded alike in the fused norm and alone."""
     model, found = load(kind, family), []
     for lane in (False, True):
         executor = case_of(model).executor
@@ -198,10 +200,10 @@ def test_parts_are_the_whole(kind: str, family: str, load: Callable[[str, str], 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("turn", "turns_per_block"), [((1.0, 1.0), 1.0), ((1.0, 3.0), 3.0), ((2.0, 1.0), 0.5)])
-def test_nobody_waits_for_a_prompt(
+def test_decode_does_not_wait_for_a_prompt(
     kind: str, turn: tuple[float, float], turns_per_block: float, load: Callable[[str, str], Loaded]
 ) -> None:
-    """A prompt of three chunks: everybody else has a token in each step but those that end one."""
+    """A prompt of three chunks: the other requests get a token in each step but those that end a chunk."""
     case = case_of(load(kind, "qwen3-moe"), turn=turn)
     events = beside(case, request("long", prompt(ROWS * 3), 5))
     steps = 3 * case.blocks * turns_per_block
@@ -209,13 +211,11 @@ def test_nobody_waits_for_a_prompt(
         assert len(tokens_of(events[name])) - 4 == pytest.approx(steps, abs=3)
     shared = case_of(load(kind, "qwen3-moe"), lane=False)
     events = beside(shared, request("long", prompt(ROWS * 3), 5))
-    assert len(tokens_of(events["d0"])) - 4 <= 5, "where they share steps, they do wait"
+    assert len(tokens_of(events["d0"])) - 4 <= 5, "without a lane decode waits for the prompt"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
-    kind: str, load: Callable[[str, str], Loaded]
-) -> None:
+def test_the_first_turn_measures_one_block(kind: str, load: Callable[[str, str], Loaded]) -> None:
     case = case_of(load(kind, "qwen3-moe"))
     del case.executor.pace  # type: ignore[method-assign]
     beside(case, request("long", prompt(ROWS * 2), 5))
@@ -225,7 +225,7 @@ def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
 
 
 def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) -> None:
-    """From 512 tokens on: as many as a block does in 50 ms."""
+    """At least 512 tokens, and as many as a block computes in 50 ms."""
     case = case_of(load("torch", "qwen3-moe"), turn=(1.0, 0.02), pages=1500, rows=2048)
     decode(case, 1, 60)
     case.engine.submit(request("long", [token % 200 for token in range(4000)], 2))
@@ -241,7 +241,7 @@ def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) ->
 def test_steps_of_a_prompt_alone_grow_with_the_speed(
     load: Callable[[str, str], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By how long whole steps take: here 40 ms for two blocks, whatever their length."""
+    """The estimate comes from whole steps: here 40 ms for two blocks, whatever their number of tokens."""
     case = case_of(load("torch", "qwen3-moe"), pages=1500, rows=2048)
     now = iter(range(10**6))
     monkeypatch.setattr("proa.engine.runner.time", SimpleNamespace(perf_counter=lambda: next(now) * 0.02 * case.blocks))
@@ -260,8 +260,8 @@ def test_steps_of_a_prompt_alone_grow_with_the_speed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_a_prompt_has_all_the_time(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """Those who decode end while it is in the lane: what is left of it takes one step."""
+def test_the_lane_finishes_when_no_request_decodes(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """The decoding requests end while a prompt is in the lane: its remaining blocks take one step."""
     case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 100.0))
     decode(case, 1, 8)
     case.engine.submit(request("long", prompt(30), 5))
@@ -271,7 +271,7 @@ def test_alone_a_prompt_has_all_the_time(kind: str, load: Callable[[str, str], L
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
+def test_an_aborted_prompt_leaves_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
     case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0))
     decode(case, 2, 60)
     case.engine.submit(request("long", prompt(30), 5))
@@ -293,8 +293,8 @@ def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Load
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_hangs_up_beside_another(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """The step in the lane goes on, for the other one; nobody is told of the tokens of who left."""
+def test_an_abort_keeps_the_other_prompt_in_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """The step in the lane goes on for the other request; the aborted one gets no event."""
     case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 3.0))
     decode(case, 1, 60)
     case.engine.submit(request("left", prompt(ROWS + 9), 5, prompt_logprobs=1))
@@ -313,8 +313,8 @@ def test_who_hangs_up_beside_another(kind: str, load: Callable[[str, str], Loade
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_said_of_a_prompt(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """Log-probabilities of all of its tokens, whatever others do in between."""
+def test_prompt_logprobs_in_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """Log-probabilities of all prompt tokens are right, whatever decodes in between."""
     found = []
     for lane in (False, True):
         case = case_of(load(kind, "qwen3-moe"), lane=lane)
@@ -328,7 +328,7 @@ def test_what_is_said_of_a_prompt(kind: str, load: Callable[[str, str], Loaded])
 
 
 def poison(case: Case, name: str, first_page: int) -> None:
-    """Keys of a request become NaN, from a page of its on."""
+    """Set the keys of a request's pages from one of them on to NaN."""
     pages = case.engine.scheduler._requests[name].pages[first_page:]
     for cache in case.executor._caches:  # type: ignore[attr-defined]
         if isinstance(cache, KvPages):
@@ -338,9 +338,9 @@ def poison(case: Case, name: str, first_page: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("who", ["long", "d1"])
-def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], Loaded]) -> None:
-    """The prompt in the lane, or one of those who decode meanwhile, whose rows have the same numbers."""
+@pytest.mark.parametrize("broken", ["long", "d1"])
+def test_nan_ends_only_its_request(kind: str, broken: str, load: Callable[[str, str], Loaded]) -> None:
+    """The prompt in the lane, or a request that decodes meanwhile, whose rows have the same numbers."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
@@ -349,12 +349,12 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
         plan = case.engine.scheduler.beside
         if plan is not None and plan.items[0].start == ROWS:  # the second chunk, which reads the first one's keys
             break
-    poison(case, who, 0)
+    poison(case, broken, 0)
     ends = {name: events[-1] for name, events in finish_all(case.engine).items()}
     assert {name: end.finish for name, end in ends.items()} == {
-        name: "error" if name == who else "length" for name in ("d0", "d1", "d2", "long")
+        name: "error" if name == broken else "length" for name in ("d0", "d1", "d2", "long")
     }
-    error = ends[who].error
+    error = ends[broken].error
     assert error is not None
     assert ("NaN or infinity in layer" if kind in ("sim", "cuda") else "finite") in error
     stats = case.engine.stats()
@@ -363,15 +363,17 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
 
 @pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("together", [True, False])
-def test_each_is_told_of_itself(kind: str, together: bool, load: Callable[[str, str], Loaded]) -> None:
-    """The prompt in the lane and one who decodes break, whose rows have the same numbers: each hears where its own
-    values did so first, though the other one's were noted in between."""
+def test_faults_in_the_lane_and_in_decode_are_told_apart(
+    kind: str, together: bool, load: Callable[[str, str], Loaded]
+) -> None:
+    """NaN in the prompt in the lane and in a decoding request with the same row numbers: each error names where its own
+    values did so first, though the other's fault was noted in between."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
     while (plan := case.engine.scheduler.beside) is None or plan.items[0].start != ROWS:
         case.engine.step()
-    poison(case, "long", 0)  # its first block is done: it breaks in the second one
+    poison(case, "long", 0)  # its first block is computed: NaN begins in the second one
     events = [] if together else case.engine.step()
     poison(case, "d0", 0)
     ends = {event.id: event for event in events} | {name: of[-1] for name, of in finish_all(case.engine).items()}
@@ -382,8 +384,8 @@ def test_each_is_told_of_itself(kind: str, together: bool, load: Callable[[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_broke_and_hung_up_is_forgotten(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """What was noted of the prompt in the lane is not said of others, whose rows have the same numbers."""
+def test_faults_of_a_cancelled_step_are_discarded(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """Faults noted for the prompt in the lane are not reported for requests with the same row numbers."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
@@ -397,8 +399,8 @@ def test_who_broke_and_hung_up_is_forgotten(kind: str, load: Callable[[str, str]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """Somebody is preempted, or waits for a page that the lane will give back."""
+def test_a_lane_with_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """A request is preempted, or waits for a page that a request in the lane will release."""
     case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0), pages=34)
     for i in range(4):
         case.engine.submit(request(f"d{i}", prompt(5, i), 40))
@@ -413,7 +415,7 @@ def test_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
 
 @pytest.mark.gpu
 def test_experts_move_between_parts(pool: Pool, tmp_path: Path) -> None:
-    """Tables change between turns, not in one: answers are those of engines whose experts stay."""
+    """Expert tables change between turns only: answers are those of engines whose experts do not move."""
     folder, found = make_tiny("qwen3-moe", tmp_path), []
     for spare in (0, 2):
         keep: list[Kept] = []
@@ -434,7 +436,7 @@ def test_experts_move_between_parts(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_pool_of_states(load: Callable[[str, str], Loaded]) -> None:
-    """Recurrent states of who is in the lane are nobody else's: all slots are taken."""
+    """A request in the lane has a state slot of its own: all slots are taken."""
     model = load("torch", "qwen3-next")
     case, plain = case_of(model, turn=(1.0, 2.0)), case_of(model, lane=False)
     found = []

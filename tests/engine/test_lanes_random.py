@@ -1,4 +1,4 @@
-"""Random traffic through an engine whose prompts take turns: every answer is whole, and nothing stays behind."""
+"""Random traffic through an engine with a prefill lane: every answer is whole, and no page stays allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def traffic(model: Loaded, seed: int) -> list[EngineRequest]:
 
 
 def run(case: Case, asked: list[EngineRequest], seed: int, leaving: frozenset[str]) -> dict[str, list[TokenEvent]]:
-    """Arrivals between steps, and of those `leaving` a moment when they hang up."""
+    """Run with arrivals between steps; the requests `leaving` are aborted at a random time."""
     rng, waiting = Random(seed), list(reversed(asked))
     events: dict[str, list[TokenEvent]] = {one.id: [] for one in asked}
     here: list[str] = []

@@ -23,7 +23,7 @@ def test_alloc_is_all_or_nothing() -> None:
     assert allocator.alloc(1) is None
 
 
-def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
+def test_a_page_is_free_after_its_last_release() -> None:
     allocator = PageAllocator(2)
     pages = allocator.alloc(1) or []
     allocator.share(pages)
@@ -35,7 +35,7 @@ def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
 
 
 @pytest.mark.parametrize("misuse", ["share", "release"])
-def test_a_free_page_cannot_be_held_or_let_go(misuse: str) -> None:
+def test_a_free_page_cannot_be_shared_or_released(misuse: str) -> None:
     allocator = PageAllocator(2)
     with pytest.raises(IntegrityError, match="page 1 is free"):
         getattr(allocator, misuse)([1])
@@ -51,7 +51,7 @@ def test_a_free_page_cannot_be_held_or_let_go(misuse: str) -> None:
         (lambda a: a._references.__setitem__(0, -1), "negative"),
     ],
 )
-def test_check_notices_damage(damage, message: str) -> None:
+def test_check_detects_damage(damage, message: str) -> None:
     allocator = PageAllocator(4)
     allocator.alloc(2)
     damage(allocator)

@@ -1,4 +1,4 @@
-"""A real engine process: loads, serves, refuses, and dies in every way an engine can."""
+"""A real engine process: it loads, serves, refuses, and ends in every way that an engine can."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_killed_engine_fails_its_requests_at_once(folder: Path) -> None:
     asyncio.run(go())
 
 
-def test_an_engine_that_dies_before_it_speaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_before_its_first_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
     async def go() -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_load_says_why(folder: Path, tmp_path: Path) -> None
 
 
 def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -> None:
-    """The frontend is killed with SIGKILL: nobody can tell the engine, yet it must go."""
+    """The frontend is killed with SIGKILL and sends no Shutdown, yet the engine must end."""
     script = tmp_path / "frontend.py"
     script.write_text(
         "import asyncio, sys, msgspec\n"
@@ -195,8 +195,8 @@ def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -
     asyncio.run(go())
 
 
-def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
-    """Every layer of every step has a job where the CPU has all experts."""
+def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
+    """Each MoE layer of each step is one job, since the CPU has all experts."""
     options = EngineOptions(
         model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
         gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="none"),
@@ -210,7 +210,7 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
             ready = await client.wait_ready()
             assert ready.round_trip_us is not None
             assert 0 < ready.round_trip_us < 1e6
-            assert client.stats.cpu_experts.jobs == 0, "the probe's are not counted"
+            assert client.stats.cpu_experts.jobs == 0, "jobs of the probe are not counted"
             await collect(client, request("a", [5, 6, 7], 10))
             await until(lambda: client.stats.scheduler.running == 0)
             stats = client.stats
@@ -225,7 +225,7 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
     asyncio.run(go())
 
 
-def test_how_often_experts_were_chosen_is_saved_at_the_end(folder: Path, tmp_path: Path) -> None:
+def test_expert_counts_are_saved_at_the_end(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     options = EngineOptions(
         model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
@@ -245,7 +245,7 @@ def test_how_often_experts_were_chosen_is_saved_at_the_end(folder: Path, tmp_pat
 
 
 def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:
-    """Its experts keep their blocks; all else is bfloat16 on a simulated GPU."""
+    """Its experts keep their GGUF blocks; all other weights are bfloat16 on a simulated GPU."""
     file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
     options = EngineOptions(
         cache=CacheOptions(context=128), machine=MachineOptions(threads=1),

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt: complete, once, and right, however often its request had to start over."""
+"""Log-probabilities of a prompt: complete, sent once and right, however often its request was preempted."""
 
 from __future__ import annotations
 

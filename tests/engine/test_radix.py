@@ -16,7 +16,7 @@ Keys = tuple[Hashable, ...]
 
 
 class Holder:
-    """A user of the tree as the scheduler is one: page references plus one lock."""
+    """A user of the tree like the scheduler: it holds page references and one lock."""
 
     def __init__(self, cache: PrefixCache, allocator: PageAllocator, keys: Keys) -> None:
         self.cache, self.allocator, self.keys = cache, allocator, keys
@@ -40,7 +40,7 @@ class Holder:
 
 
 def fill(cache: PrefixCache, allocator: PageAllocator, keys: Keys) -> list[int]:
-    """A request that computes `keys` and ends."""
+    """Insert the pages of a request that computes `keys` and ends."""
     holder = Holder(cache, allocator, keys)
     holder.compute(allocator.alloc(len(keys) - holder.num_matched) or [], len(keys))
     holder.release()
@@ -162,7 +162,7 @@ def test_hot_leaves_do_not_pile_up() -> None:
         (lambda c: c._allocator.share(c.match("ab").pages), "references"),
     ],
 )
-def test_check_notices_damage(damage, message: str) -> None:
+def test_check_detects_damage(damage, message: str) -> None:
     cache, allocator = make()
     fill(cache, allocator, tuple("ab"))
     damage(cache)

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what launches ask for; and batch sizes share it. Everything in a process of its own, since
+"""The kernels compiled ahead are those that launches need; batch sizes share them. Runs in separate processes, since
 kernels are interpreted in this one."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2-moe": {"gpu_experts": "3", "deterministic": True},
 }
-# Of a kernel whose variants are for other shapes of weights there may be as many as shapes; of all others few.
+# A kernel with one variant per shape of weights may have as many as shapes; all others have few.
 BY_SHAPE = {"linear._one", "linear._few", "linear_packed._one", "linear_packed._many", "unpack._unpack",
             "experts_grouped._block", "experts_fp8._block", "head_linear._head_linear"}  # fmt: skip
 MOST_OF_A_KERNEL = 4
@@ -62,8 +62,8 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TINY])
-def test_what_is_compiled_is_what_launches_find(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
-    """Keys of the cache on disk, those of the compiler and those by Triton's own way from a launch there."""
+def test_compiled_keys_are_those_of_launches(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    """The compiler's keys of the disk cache are those that Triton's own launch path computes."""
     found = rehearsed[name]
     assert found["ours"] > 20
     assert (found["not_launched"], found["not_compiled"]) == (0, 0)
@@ -71,7 +71,7 @@ def test_what_is_compiled_is_what_launches_find(rehearsed: dict[str, dict[str, A
 
 @pytest.mark.parametrize("name", [*SHAPES, *TINY])
 def test_no_number_of_rows_needs_more(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
-    """The whole model, every small number of rows, some large ones, and every batch size with a graph."""
+    """The whole model with every small number of rows, some large ones, and every batch size with a graph."""
     found = rehearsed[name]
     assert found["swept"] > 10
     assert found["not_rehearsed"] == 0
@@ -84,7 +84,7 @@ def test_batch_sizes_share_variants(rehearsed: dict[str, dict[str, Any]], name: 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_how_many_a_model_needs(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_number_of_variants_of_a_model(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     _, before, most = SHAPES[name]
     assert sum(rehearsed[name]["counts"].values()) <= most < 0.65 * before
 

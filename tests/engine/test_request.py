@@ -1,4 +1,4 @@
-"""Request: how an answer ends, and which transitions are legal."""
+"""Request: how an answer ends, and the legal transitions of its state."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def test_truncate_never_reaches_into_shared_pages() -> None:
     request.truncate(99)
     assert request.num_computed == 9
     request.truncate(8)
-    with pytest.raises(ValueError, match="cannot go back to 7"):
+    with pytest.raises(ValueError, match="cannot be truncated to 7 tokens"):
         request.truncate(7)

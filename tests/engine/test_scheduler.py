@@ -1,4 +1,4 @@
-"""Scheduler: one small scene for each rule of its module docstring, each refusal and each promise of its API."""
+"""Scheduler: a small scene for each rule of its module docstring, each refusal and each promise of its API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submit_all(fake: FakeEngine, *requests) -> None:
 
 
 def run(fake: FakeEngine) -> None:
-    """To the end, leaving the prefix cache as it is (drain empties it)."""
+    """Run to the end, but keep the prefix cache (drain empties it)."""
     while fake.scheduler.has_work:
         fake.step()
 
@@ -42,9 +42,7 @@ def run(fake: FakeEngine) -> None:
         (30, 12, ResourceError, "30 tokens and up to 12 more need 11 KV pages of 4 tokens; there are 10"),
     ],
 )
-def test_what_can_never_run_is_refused_at_once(
-    prompt: int, max_tokens: int, error: type[ProaError], words: str
-) -> None:
+def test_impossible_requests_are_refused(prompt: int, max_tokens: int, error: type[ProaError], words: str) -> None:
     fake = engine(num_pages=10)
     with pytest.raises(error, match=words) as caught:
         fake.submit(ask("r", range(prompt), max_tokens))
@@ -55,7 +53,7 @@ def test_what_can_never_run_is_refused_at_once(
 
 @pytest.mark.parametrize("token", [-1, 2**31])
 def test_numbers_that_are_no_tokens_are_refused(token: int) -> None:
-    with pytest.raises(RequestError, match="no vocabulary"):
+    with pytest.raises(RequestError, match="cannot be a token id"):
         engine().submit(ask("r", [1, token]))
 
 
@@ -84,7 +82,7 @@ def test_an_id_is_in_use_until_its_request_has_ended() -> None:
         ({"max_queued_tokens": 4}, 1),  # a longer prompt may wait alone
     ],
 )
-def test_crowds_are_refused(limits: dict[str, int], accepted: int) -> None:
+def test_a_full_queue_refuses(limits: dict[str, int], accepted: int) -> None:
     fake = engine(**limits)
     submit_all(fake, *(ask(f"r{i}", range(5)) for i in range(accepted)))
     with pytest.raises(QueueFull, match="waiting") as caught:
@@ -107,7 +105,7 @@ def test_running_requests_leave_room_in_the_queue() -> None:
     [{"context_tokens": 0}, {"page_tokens": 0}, {"max_running": 0}, {"max_batch_tokens": 1, "lookahead_tokens": 1}],
 )
 def test_limits_under_which_nothing_runs(limits: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="nothing can ever run"):
+    with pytest.raises(ValueError, match="no request can run"):
         make_limits(**limits)
 
 
@@ -126,7 +124,7 @@ def test_decodes_come_first_and_chunks_share_the_rest() -> None:
 
 
 @pytest.mark.parametrize(("max_running", "max_batch_tokens", "together"), [(3, 16, 3), (4, 2, 2)])
-def test_slots(max_running: int, max_batch_tokens: int, together: int) -> None:
+def test_no_more_requests_run_than_there_are_slots(max_running: int, max_batch_tokens: int, together: int) -> None:
     fake = engine(max_running=max_running, max_batch_tokens=max_batch_tokens)
     submit_all(fake, *(ask(f"r{i}", [i], 30) for i in range(6)))
     for _ in range(8):
@@ -150,14 +148,14 @@ def test_a_request_is_in_one_step_at_a_time() -> None:
     assert plan is not None
     assert fake.scheduler.plan() is None
     for sampled in ({}, {"a": ()}, {"a": (1, 2)}):
-        with pytest.raises(ValueError, match="tokens, not 1 to 1"):
+        with pytest.raises(ValueError, match="tokens, expected 1 to 1"):
             fake.scheduler.commit(plan, sampled)
     fake.finish(plan)
     with pytest.raises(ValueError, match="not in flight"):
         fake.scheduler.commit(plan, {"a": 1})
 
 
-def test_nothing_to_do() -> None:
+def test_an_idle_scheduler_plans_nothing() -> None:
     assert engine().begin() is None
 
 
@@ -195,11 +193,11 @@ def test_a_page_that_runs_out_is_taken_from_the_last() -> None:
     fake.submit(ask("c", [1], 1))
     while "c" not in [name for name, *_ in shape(plan)]:
         plan = fake.step()
-    assert "b" in [name for name, *_ in shape(plan)], "it goes on before those that came later"
+    assert "b" in [name for name, *_ in shape(plan)], "it is admitted before later arrivals"
     fake.drain()
 
 
-def test_old_prefixes_go_before_anybody_is_preempted() -> None:
+def test_cached_pages_are_evicted_before_a_preemption() -> None:
     fake = engine(num_pages=12)
     fake.submit(ask("old", range(24), 1))
     run(fake)
@@ -210,7 +208,7 @@ def test_old_prefixes_go_before_anybody_is_preempted() -> None:
     fake.drain()
 
 
-def test_a_worse_priority_gives_way() -> None:
+def test_a_better_priority_preempts_a_worse_one() -> None:
     fake = engine(num_pages=8, max_running=2)
     submit_all(fake, *(ask(name, [i], 20, priority=p) for i, (name, p) in enumerate([("a", 1), ("b", 2)])))
     fake.step()
@@ -220,8 +218,8 @@ def test_a_worse_priority_gives_way() -> None:
     assert fake.finished == ["urgent", "a", "b"]
 
 
-def test_nobody_is_preempted_in_vain() -> None:
-    """Even all the worse ones' pages would not be enough."""
+def test_no_preemption_that_cannot_free_enough_pages() -> None:
+    """The pages of all requests of worse priority would not be enough."""
     fake = engine(num_pages=8)
     submit_all(fake, ask("a", range(21), 5), ask("b", [1], 9, priority=2))
     fake.step()
@@ -327,7 +325,7 @@ def test_siblings_wait_for_the_first_prompt() -> None:
 
 
 @pytest.mark.parametrize("cause", ["abort", "preempt"])
-def test_siblings_do_not_wait_for_one_who_left(cause: str) -> None:
+def test_siblings_do_not_wait_for_an_aborted_request(cause: str) -> None:
     fake = engine(num_pages=10)
     submit_all(fake, *(ask(f"r{i}", range(30), 3, group="g", priority=1) for i in range(2)))
     fake.step()
@@ -339,7 +337,7 @@ def test_siblings_do_not_wait_for_one_who_left(cause: str) -> None:
     assert fake.finished[-1] == "r1"
 
 
-def test_without_a_cache_siblings_have_nothing_to_wait_for() -> None:
+def test_siblings_do_not_wait_without_a_cache() -> None:
     fake = engine(with_cache=False)
     submit_all(fake, *(ask(f"r{i}", range(8), 3, group="g") for i in range(2)))
     assert shape(fake.step()) == [("r0", 0, 8, True), ("r1", 0, 8, True)]
@@ -365,12 +363,12 @@ def test_abort_frees_everything(when: str) -> None:
     assert fake.finished == ["a" if victim == "b" else "b"]
 
 
-def test_aborting_the_unknown() -> None:
-    assert not engine().scheduler.abort("nobody")
+def test_aborting_an_unknown_id() -> None:
+    assert not engine().scheduler.abort("unknown")
 
 
 def test_an_aborted_item_needs_no_result() -> None:
-    """As for a request whose logits were broken."""
+    """The runner has no token either for a request whose logits were non-finite."""
     fake = engine()
     submit_all(fake, ask("a", [1], 3), ask("b", [2], 3))
     plan = fake.begin()
@@ -412,13 +410,13 @@ def test_stats() -> None:
     [
         (lambda f: f.allocator.alloc(1), "known holders"),
         (lambda f: f.scheduler._running.last.pages.append(60), "known holders"),
-        (lambda f: f.scheduler._running.last.pages.reverse(), "the prefix cache says"),
-        (lambda f: setattr(f.scheduler._running.last, "num_computed", 13), "only 3 pages"),
-        (lambda f: setattr(f.scheduler._running.last, "num_computed", 10), "nothing left"),
+        (lambda f: f.scheduler._running.last.pages.reverse(), "its path in the prefix cache"),
+        (lambda f: setattr(f.scheduler._running.last, "num_computed", 13), "has 3 pages, too few"),
+        (lambda f: setattr(f.scheduler._running.last, "num_computed", 10), "runs but has no token left"),
         (lambda f: f.scheduler._running.remove(f.scheduler._running.last), "known holders"),
     ],
 )
-def test_check_notices_damage(damage, message: str) -> None:
+def test_check_detects_damage(damage, message: str) -> None:
     fake = engine()
     fake.submit(ask("a", range(9), 5))
     fake.step()

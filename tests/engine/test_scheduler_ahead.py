@@ -1,4 +1,4 @@
-"""Steps planned ahead of the one in flight: when there is one, and what becomes of rows that nobody wants any more."""
+"""Steps planned ahead of the one in flight: when there is one, and how rows that no longer count are discarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_sim import FakeEngine, ask, make_limits, predict
 
 
 def decoding(*requests: EngineRequest, num_pages: int = 64, **limits: int) -> FakeEngine:
-    """All prompts are computed, and the next step is in flight."""
+    """An engine whose prompts are all computed, with the next step in flight."""
     fake = FakeEngine(make_limits(**limits), num_pages)
     for request in requests:
         fake.submit(request)
@@ -37,7 +37,7 @@ def test_the_same_rows_one_token_later() -> None:
     assert fake.scheduler.plan() is None
     fake.finish(fake.plans[0])
     fake.finish(plan)
-    assert fake.scheduler.plan_ahead() is None, "of none in flight"
+    assert fake.scheduler.plan_ahead() is None, "no step is in flight"
     fake.drain()
 
 
@@ -60,7 +60,7 @@ SCENES: dict[str, tuple[Callable[[], FakeEngine], bool]] = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_when_there_is_one(scene: str) -> None:
+def test_when_a_step_is_planned_ahead(scene: str) -> None:
     make, there_is = SCENES[scene]
     fake = make()
     assert (fake.begin_ahead() is not None) == there_is
@@ -72,13 +72,13 @@ def test_when_there_is_one(scene: str) -> None:
 @pytest.mark.parametrize(
     ("max_running", "priority", "there_is"), [(3, 0, False), (2, 0, True), (2, 1, True), (2, -1, False)]
 )
-def test_who_waits_is_admitted_first_if_that_can_be(max_running: int, priority: int, there_is: bool) -> None:
+def test_a_request_that_can_be_admitted_comes_first(max_running: int, priority: int, there_is: bool) -> None:
     fake = decoding(*pair(), max_running=max_running)
     fake.submit(ask("new", [7, 8], 3, priority=priority))
     assert (fake.begin_ahead() is not None) == there_is
 
 
-def test_who_waits_for_one_that_ends_is_admitted_first() -> None:
+def test_a_request_waiting_for_a_slot_that_gets_free_comes_first() -> None:
     fake = decoding(pair()[0], ask("b", [4, 5], 2), max_running=2)
     fake.submit(ask("new", [7, 8], 3))
     assert fake.begin_ahead() is None
@@ -91,7 +91,7 @@ def test_who_waits_for_one_that_ends_is_admitted_first() -> None:
 
 @pytest.mark.parametrize("how", ["foreseen", "stop", "aborted"])
 def test_steps_go_on_ahead_across_an_end(how: str) -> None:
-    """Of the two steps after it only the first one has the row."""
+    """Only the first of the two steps after the end has the ended request's row."""
     plain = predict(ask("b", [4, 5], 20), 64).tokens
     count = next(i for i in range(2, 12) if plain[i] not in plain[:i])
     ends = {"foreseen": ask("b", [4, 5], count + 1), "stop": ask("b", [4, 5], 20, stop_token_ids=(plain[count],))}
@@ -111,8 +111,8 @@ def test_steps_go_on_ahead_across_an_end(how: str) -> None:
     fake.drain()
 
 
-def test_without_a_page_there_is_none() -> None:
-    """The next step has to find one; here it preempts somebody."""
+def test_no_step_ahead_without_a_page() -> None:
+    """plan() has to find a page; here it preempts a request."""
     fake = decoding(ask("a", range(6), 6), ask("b", range(10, 16), 6), num_pages=5)
     assert fake.begin_ahead(), "token 7 is the last one that fits into two pages"
     fake.finish(fake.plans[0])
@@ -123,10 +123,10 @@ def test_without_a_page_there_is_none() -> None:
     fake.drain()
 
 
-def test_a_stop_that_nobody_foresaw() -> None:
-    """The token behind it is computed, and neither an answer nor in the prefix cache; its pages come back at once."""
+def test_a_stop_token_in_the_step_before() -> None:
+    """The token after it is computed, but is neither sent nor cached; the request's pages are released at once."""
     plain = predict(ask("a", [1, 2, 3], 20), 64).tokens
-    count = next(i for i in range(2, 12) if plain[i] not in plain[:i] and (3 + i) % 4 == 3)  # a page is full behind it
+    count = next(i for i in range(2, 12) if plain[i] not in plain[:i] and (3 + i) % 4 == 3)  # a page is full after it
     fake = decoding(ask("a", [1, 2, 3], 20, stop_token_ids=(plain[count],)))
     while "a" not in fake.finished:
         assert len(fake.plans) == 1
@@ -136,7 +136,7 @@ def test_a_stop_that_nobody_foresaw() -> None:
     stats = fake.scheduler.stats()
     assert (stats.running, stats.pages_free + stats.pages_cached) == (0, stats.pages_total)
     assert stats.pages_cached == (3 + count) // 4
-    assert fake.scheduler.has_work, "the device is at it still"
+    assert fake.scheduler.has_work, "the device still computes it"
     assert fake.begin_ahead() is None
     assert fake.finish(fake.plans[0]) == []
     assert not fake.scheduler.has_work
@@ -157,8 +157,8 @@ def test_an_id_may_be_used_again_while_its_last_row_is_computed() -> None:
     assert fake.scheduler.stats().waiting == 1
 
 
-def test_a_token_that_was_not_known_in_time() -> None:
-    """Whoever has it is preempted: recurrent layers remember the other token, and cannot go back."""
+def test_a_replaced_token_preempts_its_request() -> None:
+    """The request is preempted: recurrent states contain the other token and cannot be rolled back."""
     fake = decoding(*pair())
     assert fake.begin_ahead()
     fake.finish(fake.plans[0], replaced=lambda name: name == "a")
@@ -175,7 +175,7 @@ def test_a_token_that_was_not_known_in_time() -> None:
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_aborted_meanwhile(committed: bool) -> None:
+def test_an_abort_with_two_steps_in_flight(committed: bool) -> None:
     fake = decoding(*pair())
     assert fake.begin_ahead()
     if committed:

@@ -1,4 +1,4 @@
-"""Steps planned beside those who decode: what is in them, and who waits for whom."""
+"""Prefill steps planned beside decode: their items, and which requests wait for which."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler_sim import FakeEngine, ask, make_limits
 
 
 def decoding(*requests: EngineRequest, num_pages: int = 64, **limits: int) -> FakeEngine:
-    """All of these have their first token."""
+    """An engine in which these requests have their first token."""
     fake = FakeEngine(make_limits(**limits), num_pages, turns=True)
     for request in requests:
         fake.submit(request)
@@ -18,7 +18,7 @@ def decoding(*requests: EngineRequest, num_pages: int = 64, **limits: int) -> Fa
 
 
 def begin(fake: FakeEngine) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """A step: who decodes in it, and who is computed beside it, from where on, how many tokens."""
+    """Run a step. Returns the ids that decode in it, and (id, start, number of tokens) of each item beside it."""
     plan = fake.begin()
     beside = [] if fake.beside is None else fake.beside[0].items
     names = [item.request.id for item in plan.items] if plan else []
@@ -32,7 +32,7 @@ def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
     fake.submit(ask("long", range(20), 5))
     fake.submit(ask("late", [4], 5))
     assert begin(fake) == (["a", "b"], [("long", 0, 16)])
-    assert begin(fake) == (["a", "b"], [("long", 0, 16)]), "in flight still"
+    assert begin(fake) == (["a", "b"], [("long", 0, 16)]), "still in flight"
     fake.finish_beside()
     assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])
     assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])
@@ -41,7 +41,7 @@ def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
     fake.drain()
 
 
-def test_where_nobody_decodes_there_is_one_step() -> None:
+def test_without_decode_there_is_one_step() -> None:
     fake = FakeEngine(make_limits(), 64, turns=True)
     fake.submit(ask("a", range(20), 5))
     assert begin(fake) == (["a"], [])
@@ -51,12 +51,12 @@ def test_where_nobody_decodes_there_is_one_step() -> None:
     fake.drain()
 
 
-def test_all_who_decode_have_ended() -> None:
+def test_a_step_beside_goes_on_after_decode_has_ended() -> None:
     fake = decoding(ask("a", [1, 2], 3))
     fake.submit(ask("b", range(10), 5))
     begin(fake)
     assert begin(fake) == (["a"], [("b", 0, 10)])
-    assert begin(fake) == ([], [("b", 0, 10)]), "nothing is left to do but what is done beside"
+    assert begin(fake) == ([], [("b", 0, 10)]), "only the step beside is left"
     assert fake.scheduler.has_work
     fake.finish_beside()
     assert begin(fake) == (["b"], [])
@@ -77,8 +77,8 @@ def test_no_step_goes_ahead_of_one_with_another_beside() -> None:
     fake.drain()
 
 
-def test_nothing_is_taken_from_who_is_computed_beside() -> None:
-    """a needs a page that only b could give: it keeps what it has, and waits for b's end; then b is preempted."""
+def test_no_page_is_taken_from_a_request_beside() -> None:
+    """a needs a page that only b has: it keeps its pages and waits until b's step ends; then b is preempted."""
     fake = decoding(ask("a", [1, 2, 3], 12), num_pages=5)
     fake.submit(ask("b", [7] * 9, 5))
     assert begin(fake) == (["a"], [("b", 0, 9)])
@@ -94,7 +94,7 @@ def test_nothing_is_taken_from_who_is_computed_beside() -> None:
 
 
 def test_a_better_priority_takes_all_slots() -> None:
-    """Of all that decode none is left, so that there is nothing to be beside of."""
+    """All decoding requests are preempted, so there is no step to be beside of."""
     fake = decoding(ask("a", [1, 2], 20, priority=1), max_running=1)
     fake.submit(ask("b", range(10), 5))
     assert begin(fake) == (["b"], [])
@@ -102,7 +102,7 @@ def test_a_better_priority_takes_all_slots() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "fail"])
-def test_it_is_wanted_no_more(how: str) -> None:
+def test_an_ended_request_beside(how: str) -> None:
     fake = decoding(ask("a", [1, 2], 20))
     fake.submit(ask("b", range(10), 5))
     begin(fake)

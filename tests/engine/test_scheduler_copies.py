@@ -19,7 +19,7 @@ def engine(
 
 
 def run(fake: FakeEngine, *requests: tuple[str, list[int], int]) -> list[list[tuple[str, int, int]]]:
-    """To the end, leaving the prefix cache as it is; of each step what it computed."""
+    """Run to the end, but keep the prefix cache. Returns the items that each step computed."""
     for name, tokens, answer in requests:
         fake.submit(ask(name, tokens, answer))
     steps = []
@@ -32,7 +32,7 @@ def run(fake: FakeEngine, *requests: tuple[str, list[int], int]) -> list[list[tu
 
 
 def depths(fake: FakeEngine) -> list[int]:
-    """Tokens behind which there are copies."""
+    """Numbers of tokens after which copies exist."""
     assert fake.copies is not None
     return sorted(4 * node.depth for node in fake.copies.nodes)  # type: ignore[attr-defined]
 
@@ -62,7 +62,7 @@ def test_an_answer_serves_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize(("asking", "cached"), [(1, 0), (3, 24)])
-def test_what_a_template_leaves_out_in_the_next_turn(asking: int, cached: int) -> None:
+def test_the_copy_precedes_what_a_template_omits(asking: int, cached: int) -> None:
     fake = engine(asking=asking, max_batch_tokens=64)
     run(fake, ("a", PROMPT[:29], 9))
     run(fake, ("b", [*PROMPT[:27], 9, 9, 9, 9, 9], 1))
@@ -84,7 +84,7 @@ def test_decode_leaves_copies_where_pages_end() -> None:
     fake.drain()
 
 
-def test_a_branch_is_known_when_somebody_takes_it() -> None:
+def test_a_branch_gets_a_copy_when_a_request_takes_it() -> None:
     fake = engine(max_batch_tokens=64)
     run(fake, ("a", [*PROMPT[:20], 1, 2, 3, 4, 5], 1))
     assert run(fake, ("b", [*PROMPT[:20], 6, 7, 8, 9, 10], 1))[0] == [("b", 0, 20)]
@@ -93,7 +93,7 @@ def test_a_branch_is_known_when_somebody_takes_it() -> None:
     fake.drain()
 
 
-def test_two_live_requests_go_on_from_one_copy() -> None:
+def test_two_running_requests_continue_from_one_copy() -> None:
     fake = engine(max_batch_tokens=64)
     run(fake, ("a", PROMPT, 1))
     steps = run(fake, ("b", [*PROMPT[:28], 7, 7], 9), ("c", [*PROMPT[:28], 8], 9))
@@ -117,7 +117,7 @@ def test_siblings_of_short_prompts_wait_for_nothing() -> None:
     assert run(fake)[0] == [("r0", 0, 30), ("r1", 0, 30)]
 
 
-def test_who_is_preempted_goes_on_from_its_last_copy() -> None:
+def test_a_preempted_request_continues_from_its_last_copy() -> None:
     fake = engine(num_pages=14, max_batch_tokens=64)
     fake.submit(ask("a", PROMPT[:20], 22, priority=1))
     for _ in range(12):
@@ -126,11 +126,11 @@ def test_who_is_preempted_goes_on_from_its_last_copy() -> None:
     steps = run(fake)
     assert fake.scheduler.stats().preemptions == 1
     starts = [start for step in steps for name, start, _ in step if name == "a"]
-    assert 20 <= starts[0] < 31, "31 tokens were computed; the last pages went to the other one"
+    assert 20 <= starts[0] < 31, "31 tokens were computed; the last pages went to the other request"
     fake.drain()
 
 
-def test_who_is_aborted_while_its_prompt_is_computed_leaves_what_it_has() -> None:
+def test_an_abort_during_prefill_keeps_the_computed_prefix() -> None:
     fake = engine(max_batch_tokens=8)
     fake.submit(ask("a", PROMPT, 5))
     fake.step()
@@ -139,13 +139,13 @@ def test_who_is_aborted_while_its_prompt_is_computed_leaves_what_it_has() -> Non
     fake.abort("a")
     fake.finish(plan)
     fake.scheduler.check()
-    assert depths(fake) == [8], "what it computed last is nobody's"
+    assert depths(fake) == [8], "the aborted step leaves no copy"
     run(fake, ("b", PROMPT, 1))
     assert fake.cached_tokens["b"] == 8
     fake.drain()
 
 
-def test_one_copy_is_enough_to_work_with() -> None:
+def test_one_slot_of_copies_is_enough() -> None:
     fake = engine(copies=1, max_batch_tokens=64)
     run(fake, ("a", PROMPT, 9), ("b", PROMPT[::-1], 9))
     assert len(depths(fake)) == 1
@@ -153,7 +153,7 @@ def test_one_copy_is_enough_to_work_with() -> None:
     fake.drain()
 
 
-def test_the_oldest_conversation_is_forgotten_first() -> None:
+def test_the_oldest_conversations_copy_is_evicted_first() -> None:
     fake = engine(copies=2, cut=28, every=28, max_batch_tokens=64)
     prompts = {name: [start, *PROMPT[1:]] for start, name in enumerate("abc")}
     for name in "abc":
@@ -167,7 +167,7 @@ def test_the_oldest_conversation_is_forgotten_first() -> None:
 def test_copies_in_passing_go_before_those_at_a_prompts_end() -> None:
     fake = engine(copies=3, max_batch_tokens=64)
     run(fake, ("a", PROMPT, 26))
-    assert depths(fake)[0] == 28, "of the answer only the last ones are left"
+    assert depths(fake)[0] == 28, "of the answer only the last copies are left"
     assert depths(fake)[-1] == 52
     fake.drain()
 
@@ -178,7 +178,7 @@ def test_a_step_ahead_of_one_that_ended_leaves_no_copy() -> None:
     fake.submit(ask("b", PROMPT[:6], 30))
     fake.step()
     fake.step()
-    assert fake.begin()  # computes a's token 6 and b's 7: with it b has two full pages
+    assert fake.begin()  # computes a's token 6 and b's 7: after it b has two full pages
     assert fake.begin_ahead()  # and a's 7
     copied = [[item.copy_to >= 0 for item in plan.items] for plan in fake.plans]
     assert copied == [[False, True], [True, False]]
@@ -191,7 +191,7 @@ def test_a_step_ahead_of_one_that_ended_leaves_no_copy() -> None:
     fake.drain()
 
 
-def test_a_token_that_was_not_known_in_time_leaves_no_copy() -> None:
+def test_a_replaced_token_leaves_no_copy() -> None:
     fake = engine(max_batch_tokens=64)
     fake.submit(ask("a", PROMPT[:5], 20))
     fake.step()

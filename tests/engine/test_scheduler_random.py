@@ -54,7 +54,7 @@ def make_engine(random: Random) -> FakeEngine:
 
 
 def fixed_phases(random: Random, limits: Limits) -> FixedPhases:
-    """As --deterministic has them: by rows, or in cells that a step has room for."""
+    """Phases as with --deterministic: with or without cells, which fit into a step."""
     cells = [cell for cell in (8, 16, 24) if cell <= limits.max_batch_tokens and cell % limits.page_tokens == 0]
     return FixedPhases(random.choice([None, *cells]), one_decode=random.random() < 0.5)
 
@@ -92,11 +92,11 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
 
 
 def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
-    """The engine, idle again; how many of its steps were planned ahead, how many beside others; the most in flight."""
+    """Returns the idle engine, its numbers of steps planned ahead and beside, and the most steps in flight."""
     random, most = Random(seed), 0
     fake, ahead, beside, patience = make_engine(random), 0, 0, random.choice([0.2, 0.7, 1.0])
     num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
-    depth = random.choice([1, 1, 2, 4])  # steps in flight, of other requests each
+    depth = random.choice([1, 1, 2, 4])  # steps in flight, each of different requests
     for _ in range(random.randint(5, 60)):
         for _ in range(int(random.expovariate(1 / eagerness))):
             try_submit(fake, make_request(random, f"r{num_submitted}"))
@@ -189,7 +189,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: not self.fake.plans)
     @rule(steps=st.integers(1, 30))
     def hurry_for_a_while(self, steps: int) -> None:
-        """As an engine whose device is always one step ahead."""
+        """Run as an engine whose device is always one step ahead."""
         for _ in range(steps):
             if not self.fake.plans and not self.fake.begin():
                 return

@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts of these lengths, the answers' lengths, how many first tokens all share, and the engine."""
+    """Lengths of prompts and answers, the number of first tokens that all prompts share, and the engine's sizes."""
 
     lengths: tuple[int, ...]
     answers: tuple[int, ...]
@@ -74,7 +74,7 @@ def run(
 
 
 def logits_of(model: Loaded, texts: dict[str, list[int]], wanted: dict[str, list[int]]) -> Tensor:
-    """Of these positions, where the texts are prompts."""
+    """Logits of these positions, with the texts computed as prompts."""
     ones = (1,) * len(texts)
     _, runner, _ = run(model, texts, ones, {"num_pages": 256, "max_running": len(texts), "max_batch_tokens": 512})
     return torch.stack([runner.logits[name][position] for name in texts for position in wanted[name]])
@@ -98,7 +98,7 @@ def test_no_further_from_float32_than_torch_in_bfloat16(device: str, case: str, 
     )
     scale = exact.abs().max()
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
-    assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+    assert off_plain <= 0.05 * scale, "the bfloat16 reference itself is inaccurate"
     assert off_got <= 1.05 * off_plain + 1e-4 * scale
 
 
@@ -113,7 +113,7 @@ def test_the_same_steps_give_the_same_bits(device: str, pool: Pool, folder: Path
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_draws_come_from_the_logits_of_their_row(device: str, pool: Pool, folder: Path) -> None:
-    """Greedy and drawn rows in one batch; top_k 1 makes a draw certain, but for equals of the best."""
+    """Greedy and sampled rows in one batch; with top_k 1 only ties of the best are drawn."""
     asked = CASES["as many as there are graphs for, and more"]
     model, texts = load_split(folder, pool, Split(0.5), device), asked.texts()
     engine, runner = make_engine(model, **asked.engine)
@@ -137,8 +137,8 @@ DRAWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_kind_of_draw_is_the_cpus(device: str, pool: Pool, folder: Path) -> None:
-    """From the logits of the same row, side by side in one batch."""
+def test_all_sampling_parameters_draw_as_on_the_cpu(device: str, pool: Pool, folder: Path) -> None:
+    """Rows with different sampling parameters side by side in one batch, each from its own logits."""
     asked = CASES["as many as there are graphs for, and more"]
     model, texts = load_split(folder, pool, Split(0.5), device), asked.texts()
     engine, runner = make_engine(model, **asked.engine)

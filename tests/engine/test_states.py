@@ -27,7 +27,7 @@ def filled(count: int = 3) -> StateCopies:
 
 
 def order(copies: StateCopies) -> str:
-    """Whose copies go, the first one first."""
+    """Nodes in the order in which their copies are evicted."""
     gone = ""
     while names := sorted(map(str, copies.nodes)):
         assert copies.take() is not None
@@ -48,7 +48,7 @@ def test_slots_are_handed_out_once() -> None:
     assert "b" not in copies
 
 
-def test_there_must_be_one() -> None:
+def test_copies_need_a_slot() -> None:
     with pytest.raises(ValueError, match="num_slots must be at least 1"):
         StateCopies(4, 0)
 
@@ -59,13 +59,13 @@ def test_the_least_recently_used_goes_first() -> None:
     assert order(copies) == "bca"
 
 
-def test_what_was_passed_goes_before() -> None:
+def test_passed_copies_are_evicted_first() -> None:
     copies = filled()
     copies.pass_by("c")
     assert order(copies) == "cab"
 
 
-def test_what_somebody_went_on_from_is_not_passed() -> None:
+def test_a_used_copy_is_not_passed() -> None:
     copies = filled()
     copies.use("b")
     copies.pass_by("b")
@@ -73,10 +73,10 @@ def test_what_somebody_went_on_from_is_not_passed() -> None:
     assert order(copies) == "acb"
 
 
-def test_the_same_copy_again_is_one_too_many() -> None:
+def test_a_second_copy_of_a_node_is_returned() -> None:
     copies = filled(2)
     slot = copies.take()
-    assert slot == 10, "a has gone"
+    assert slot == 10, "the copy of a was evicted"
     copies.keep("b", slot)
     copies.check([])
     assert copies.use("b") == 11
@@ -108,7 +108,7 @@ def make(pages: int = 8, copies: int = 3) -> tuple[PrefixCache, PageAllocator, S
 
 
 def fill(cache: PrefixCache, allocator: PageAllocator, keys: str, *copied: int) -> PrefixNode:
-    """A request that computes `keys` and leaves copies behind so many of them."""
+    """Insert a request's `keys`, with copies after these numbers of them."""
     node = cache.match("").node
     cache.lock(node)
     held: list[int] = []
@@ -153,7 +153,7 @@ def test_a_page_takes_its_copy_along() -> None:
     copies.check([])
     assert (len(copies.nodes), cache.match("abcde").node.depth) == (1, 2)
     fill(cache, allocator, "abcde")
-    assert cache.match("abcde").node.depth == 2, "a page that came back has no copy"
+    assert cache.match("abcde").node.depth == 2, "a page that is cached again has no copy"
 
 
 def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:
@@ -171,7 +171,7 @@ def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:
 
 
 class Trees(RuleBasedStateMachine):
-    """Sequences over two keys that come, leave copies, go on from them, and go; pages and slots run out all the time.
+    """Sequences over two keys that begin, leave copies, continue from copies and end; pages and slots run out often.
     `states` is what is in the slots: the prefix itself."""
 
     def __init__(self) -> None:

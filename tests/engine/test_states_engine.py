@@ -1,4 +1,4 @@
-"""Qwen3-Next, tiny, going on from copies of its states: the same answers and logits as without, on every engine."""
+"""Tiny Qwen3-Next continues from copies of its states with the answers and logits of full prefill, on every engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Talk:
-    """Greedy requests to an engine: of each its prompt, its answer, and how many tokens were taken from others."""
+    """Greedy requests to an engine; records each one's prompt, answer and number of cached tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -42,7 +42,7 @@ class Talk:
         self.cached: dict[str, int] = {}
 
     def ask(self, answer: int, **asked: list[int]) -> None:
-        """All at once, to their ends."""
+        """Run these requests together to their ends."""
         self.prompts |= asked
         for name, tokens in asked.items():
             self.engine.submit(request(name, tokens, answer))
@@ -52,12 +52,12 @@ class Talk:
 
     @property
     def whole(self) -> dict[str, list[int]]:
-        """What was computed of each."""
+        """The computed tokens of each request: prompt and answer, without the last token."""
         return {name: tokens + self.answers[name][:-1] for name, tokens in self.prompts.items()}
 
 
 def turns(talk: Talk) -> None:
-    """A conversation, its prompt once more, two that share a part of it and run together."""
+    """A conversation, its prompt again, and two requests that share a part of it and run together."""
     first, new, left, right = prompts([30, 9, 8, 7])
     talk.ask(11, first=first)
     talk.ask(11, again=first)
@@ -67,7 +67,7 @@ def turns(talk: Talk) -> None:
 
 
 def cancelled(talk: Talk) -> None:
-    """While its prompt is being computed; then somebody sends it again."""
+    """A request is aborted during prefill, then sent again."""
     (text,) = prompts([61])
     talk.engine.submit(request("gone", text, 5))
     for _ in range(2):
@@ -77,7 +77,7 @@ def cancelled(talk: Talk) -> None:
 
 
 def crowded(talk: Talk) -> None:
-    """More than there are pages for: some are preempted, and go on."""
+    """More requests than there are pages for: some are preempted and continue."""
     texts = dict(zip("abcde", prompts([24, 25, 26, 27, 28]), strict=True))
     talk.ask(40, **texts)
 
@@ -99,7 +99,7 @@ def play(scene: str, model: Loaded, **more: bool) -> tuple[Talk, RecordingRunner
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_same_as_without(scene: str, folder: Path) -> None:
+def test_copies_change_no_answer(scene: str, folder: Path) -> None:
     model = load_decoder(folder)
     got, runner = play(scene, model)
     want, all_rows = play(scene, model, prefix_cache=False)
@@ -132,11 +132,11 @@ def test_no_further_from_float32_than_torch_in_bfloat16(scene: str, engine: str,
     exact, plain = (of(folder, dtype, talk, wanted) for dtype in (torch.float32, torch.bfloat16))
     scale = exact.abs().max()
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
-    assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+    assert off_plain <= 0.05 * scale, "the bfloat16 reference itself is inaccurate"
     assert off_got <= 1.05 * off_plain + 1e-4 * scale
 
 
 def of(folder: Path, dtype: torch.dtype, talk: Talk, wanted: dict[str, list[int]]) -> Tensor:
-    """Logits of these positions, where all is computed as a prompt."""
+    """Logits of these positions, with all tokens computed as a prompt."""
     model = load_decoder(folder, dtype, **all_experts(folder))
     return torch.cat([logits_of(model, {name: tokens}, wanted) for name, tokens in talk.whole.items()])

@@ -1,4 +1,4 @@
-"""Planned engines of a model with recurrent states: prompts go on where the plan has room for copies."""
+"""Planned engines of a model with recurrent states: prompts continue from copies if the plan has room for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def options(gpu: str, dtype: str) -> EngineOptions:
     ],
 )
 def test_a_prompt_goes_on(gpu: str, dtype: str, tmp_path: Path) -> None:
-    """The prompt again, and the next turn; of these only the last few tokens are computed."""
+    """The same prompt again, and the next turn: only their last few tokens are computed."""
     folder = make_tiny("qwen3-next", tmp_path)
     plan = prepare(str(folder), options(gpu, dtype)).plan
     assert plan.state_copies >= COPIES, "states in bfloat16 are smaller"

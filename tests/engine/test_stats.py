@@ -1,4 +1,4 @@
-"""What the engine tells of itself: every value under its own name."""
+"""The engine's statistics: every counter has its value under its own name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTED = {
 }  # fmt: skip
 
 
-def test_what_is_counted_stands_under_its_name() -> None:
+def test_values_have_the_names_of_their_counters() -> None:
     fake, clock = FakeEngine(make_limits(), 48), StepClock()
     executor = SimpleNamespace(clock=clock, counters=lambda: NOTHING_COUNTED, spec=SimpleNamespace(ropes=()))
     runner: Any = SimpleNamespace(executor=executor)

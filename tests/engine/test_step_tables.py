@@ -1,4 +1,4 @@
-"""What a step's rows and pages are, written where programs and devices read it."""
+"""A step's row numbers and page tables, in the buffers that programs and devices read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rows_have_their_tokens_positions_and_slots() -> None:
     assert slots[:7].tolist()[0] == 33
 
 
-def test_a_table_of_pages_follows_lists_that_grow_and_lists_that_are_others() -> None:
+def test_page_tables_follow_grown_and_replaced_lists() -> None:
     there = torch.full((2, 6), -7, dtype=torch.int32)
     table = PageTable(there)
     first, second = [4, 5], [9]
@@ -42,7 +42,7 @@ def test_a_table_of_pages_follows_lists_that_grow_and_lists_that_are_others() ->
     first += [6, 7]
     table.set(0, first)
     assert there.tolist() == [[4, 5, 6, 7, -7, -7], [9, -7, -7, -7, -7, -7]]
-    table.set(0, [4, 8, 6])  # another list, however much like the last one
+    table.set(0, [4, 8, 6])  # another list, however similar to the last one
     assert there[0, :3].tolist() == [4, 8, 6]
     table.set(0, first)
     table.set(1, first)
@@ -51,7 +51,7 @@ def test_a_table_of_pages_follows_lists_that_grow_and_lists_that_are_others() ->
 
 def test_a_device_gets_padding_behind_a_step() -> None:
     inputs = DeviceInputs(10, 4, 6, rows_each=0, device=torch.device("cpu"))
-    for spans in (MIXED, MIXED[:1]):  # the second leaves nothing of the first
+    for spans in (MIXED, MIXED[:1]):  # the second step leaves nothing of the first
         rows = inputs.fill(spans, PAGE_TOKENS)
         inputs.copy()
         assert rows == sum(len(s.tokens) for s in spans)
@@ -65,7 +65,7 @@ def test_a_device_gets_padding_behind_a_step() -> None:
 
 
 @pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (3, 3), (7, 5), (64, 64)])
-def test_all_that_a_device_reads_begins_at_whole_addresses(rows: int, sequences: int) -> None:
+def test_device_inputs_are_aligned(rows: int, sequences: int) -> None:
     """Triton compiles once more for a tensor that does not begin at a multiple of 16 bytes."""
     inputs = DeviceInputs(rows, sequences, 5, rows_each=0, device=torch.device("meta"))
     batch = inputs.batch
@@ -82,8 +82,8 @@ def test_all_that_a_device_reads_begins_at_whole_addresses(rows: int, sequences:
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_rows_that_are_named_before_have_the_same_logits(decode: bool, tmp_path: Path) -> None:
-    """In a step of decode they come with the rest, in one call; after a prompt in a second one."""
+def test_rows_scored_with_the_step_have_the_same_logits(decode: bool, tmp_path: Path) -> None:
+    """Decode computes body and head in one call of the program; prefill computes the head in a second one."""
     folder = make_tiny("qwen3-moe", tmp_path)
     limits = StepLimits(rows=64, sequences=3, context_tokens=64, page_tokens=PAGE_TOKENS, head_rows=HEAD_ROWS)
     with Pool([[0]]) as pool:

@@ -1,4 +1,4 @@
-"""Thread counts are chosen by trial: whatever is fastest wins, for decode and prefill each."""
+"""Thread counts are chosen by trial: the fastest wins, for decode and prefill separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import make_tiny
 
 
 class TimedRunner(Runner):
-    """Takes as long as `seconds` says for (tokens, threads)."""
+    """Sleeps seconds[tokens, threads] in place of a step."""
 
     seconds: dict[tuple[int, int], float]
     executor: EagerExecutor
@@ -56,7 +56,7 @@ def test_the_fastest_wins_for_decode_and_prefill_each(
     assert (executor.decode_threads, executor.prefill_threads) == (best, 2)
 
 
-def test_a_real_runner_survives_its_trial(model: Loaded) -> None:
+def test_a_real_runner_can_be_timed(model: Loaded) -> None:
     before = torch.get_num_threads()
     executor = eager(model)
     choose_threads(executor, Runner(executor, 16), 2, 64)

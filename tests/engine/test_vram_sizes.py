@@ -1,4 +1,4 @@
-"""What a GPU's steps take beside weights and KV is what the plan counts: the objects that take it are made on torch's
+"""The plan counts what a GPU's steps allocate beside weights and KV: the objects that allocate it are made on torch's
 "meta" device, whose tensors have sizes and no memory, so that no GPU is needed. What only a GPU shows (graphs, modules,
 the allocator) stands in test_gpu_memory.py.
 """
@@ -42,7 +42,7 @@ PROCESSORS = (46, 66, 82, 108, 114, 132, 148, 160, 192)
 
 
 def device_bytes(*made: Any) -> int:
-    """Of all tensors on the meta device that these objects hold, each memory once."""
+    """Bytes of all tensors on the meta device that these objects hold; shared memory counts once."""
     seen, found, waiting = set[int](), dict[int, int](), list(made)
     while waiting:
         one = waiting.pop()
@@ -85,7 +85,7 @@ def test_there_is_a_graph_for_each_bucket() -> None:
     assert [len(sizes.buckets(n)) for n in RUNNING] == [1, 5, 11, 35]
     spec = model(attention(4), layers=48)
     one = vram.graphs_bytes(spec, 1, False)
-    steps = one - vram.HEAD_NODES * vram.GRAPH_NODE_BYTES * 2  # of one request, and of a scored prompt's rows
+    steps = one - vram.HEAD_NODES * vram.GRAPH_NODE_BYTES * 2  # for one request, and for a scored prompt's rows
     for running in RUNNING:
         heads = {*sizes.buckets(running), max(running, SCORED_ROWS)}
         planned = vram.graphs_bytes(spec, running, False)
@@ -120,7 +120,7 @@ def test_attention_of_many_sequences_is_cut_less() -> None:
 @pytest.mark.parametrize("running", RUNNING)
 @pytest.mark.parametrize("context", [1024, 40960, 131072])
 def test_inputs_of_all_graphs(context: int, running: int) -> None:
-    """Page tables are of each graph: of 256 requests 8463 rows of them, where 256 were planned."""
+    """Each graph has its own page table: with 256 requests 8463 rows in all, where 256 were planned."""
     of = limits(running, context)
     pages = -(-context // of.page_tokens)
     each = [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)]
@@ -133,7 +133,7 @@ def test_inputs_of_all_graphs(context: int, running: int) -> None:
 @pytest.mark.parametrize("rope", [Rope(128), Rope(64), Rope(128, scaling=RopeScaling("dynamic", 2.0, 4096))])
 @pytest.mark.parametrize("context", [1024, 40960, 262144])
 def test_angles_of_all_positions(context: int, rope: Rope) -> None:
-    """Seen: 20 MiB of a context of 40960 were in no plan."""
+    """Seen: a plan lacked the 20 MiB of a context of 40960 tokens."""
     spec, of = model(attention(4, rope=rope)), limits(4, context)
     fixed, per_token = vram.angles_bytes(spec, of.rows)
     assert device_bytes(AngleTables(spec.ropes, of, META)) == fixed + per_token * context
@@ -147,7 +147,7 @@ def on_host(logprobs: DeviceLogprobs) -> int:
 @pytest.mark.parametrize("vocab", [50, 512, 16_384, 151_936])
 @pytest.mark.parametrize("running", RUNNING)
 def test_logits_and_sampler(running: int, vocab: int) -> None:
-    """Logits are there thrice: where all graphs leave them, in the graphs' pool, in that of steps without graphs."""
+    """Logits exist three times: in the shared buffer, in the graphs' pool, in that of steps without graphs."""
     head_rows = max(running, SCORED_ROWS)
     logprobs = DeviceLogprobs(head_rows, vocab, META)
     sampler = DeviceSampler(running, vocab, META, logprobs)
@@ -192,7 +192,7 @@ def test_layers_of_one_shape_share_their_space() -> None:
     ],
     ids=["attention", "latent", "linear"],
 )  # fmt: skip
-def test_the_demand_has_room_for_all_of_it(mixer: Any, running: int) -> None:
+def test_the_planned_demand_covers_all_buffers(mixer: Any, running: int) -> None:
     spec, context, page_tokens = model(mixer, MOE, vocab=32000), 40960, 16
     of = limits(running, context)
     pages = -(-context // page_tokens)

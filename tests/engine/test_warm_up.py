@@ -1,4 +1,4 @@
-"""What is made ready before the first request, and on which GPU."""
+"""Warm-up before the first request, and the choice of the planned GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_gpu_with_the_same_uuid(index: int, uuid: str, uuids: list[str], wan
     ("each_s", "done", "got", "why"),
     [(1.0, 4, "tried", "4 batch sizes in 4"), (MOST_S / 2.5, 3, "in part", "3 of 4 batch sizes")],
 )
-def test_tasks_until_the_time_is_over(each_s: float, done: int, got: str, why: str) -> None:
+def test_tasks_run_until_the_time_limit(each_s: float, done: int, got: str, why: str) -> None:
     now, ran = [100.0], []
 
     def task(i: int) -> Callable[[], None]:
@@ -63,7 +63,7 @@ def test_tasks_until_the_time_is_over(each_s: float, done: int, got: str, why: s
     assert {report.total_bytes for report in reports} == {4}
 
 
-def test_rows_that_are_warmed_up() -> None:
+def test_rows_of_warm_up() -> None:
     graphs = pytest.importorskip("proa.engine.executors.graphs")
     assert graphs.warm_rows(1) == []
     assert graphs.warm_rows(20) == [2, 3, 4, 5, 8, 9, 16, 17, 20]

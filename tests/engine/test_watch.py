@@ -1,4 +1,4 @@
-"""Which sequences of a step are said to be broken, and why."""
+"""The sequences of a step that are reported as non-finite, with the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rows_become_sequences(faults: list[Fault], said: str, look: bool, want:
     got = session.read(STEP, look=look)
     assert {place: why.partition(" in ")[2].rstrip(".") or why for place, why in got.items()} == want
     assert device.asked == ([7] if look or said else [])
-    assert session.read(STEP, look=False) == {}, "said once"
+    assert session.read(STEP, look=False) == {}, "the error is reported once"
 
 
 def test_other_errors_are_raised() -> None:
@@ -59,8 +59,8 @@ def test_other_errors_are_raised() -> None:
         session.end_until(1)
 
 
-def test_a_fault_read_early_waits_for_its_own_step() -> None:
-    """Two steps in flight: notes of the second are read with the first, and fail nobody before their own logits do."""
+def test_an_early_fault_waits_for_its_own_step() -> None:
+    """Two steps in flight: faults of the second are read with the first, but a request fails only by its own logits."""
     device = Device([Fault(0, 0, "a"), Fault(5, 1, "b")], None)
     session = WatchedSession(device, SPEC)
     first, second = Health(), Health(followed=True)
@@ -68,13 +68,13 @@ def test_a_fault_read_early_waits_for_its_own_step() -> None:
     found = session.faults_of(decode, first, {0}, all_scored=True, next_step=(decode, second))
     assert {i: why.partition(", ")[2] for i, why in found.items()} == {0: "from a."}
     device.found = []
-    assert second.doubtful, "row 0 is computed in it too"
+    assert second.doubtful, "row 0 is computed in the next step too"
     assert session.faults_of(decode, second, {5}, all_scored=True, next_step=None) == {
         5: "NaN or infinity in layer 2, from b."
     }
 
 
-def test_rows_that_move_up_have_no_reason() -> None:
+def test_moved_rows_get_no_reason() -> None:
     device = Device([Fault(1, 0, "a")], None)
     session = WatchedSession(device, SPEC)
     decode = [Span([1], 3, [0], 1)] * 3
@@ -88,4 +88,4 @@ def test_decode_with_finite_logits_reads_nothing() -> None:
     session = WatchedSession(device, SPEC)
     assert session.faults_of(STEP, Health(), (), all_scored=True, next_step=None) == {}
     assert device.asked == []
-    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None) != {}, "a prompt is always looked at"
+    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None), "prefill: notes are always read"

@@ -32,7 +32,7 @@ def test_frames_come_whole_however_the_stream_is_cut(piece_bytes: int) -> None:
     assert seen == MESSAGES
 
 
-def test_an_engine_waits_and_is_told_the_end() -> None:
+def test_the_engines_end_blocks_and_raises_at_end_of_file() -> None:
     mine, its = socket.socketpair()
     engine = EngineEnd(its)
     assert not its.get_inheritable()
@@ -40,7 +40,7 @@ def test_an_engine_waits_and_is_told_the_end() -> None:
     mine.sendall(framed(b"one") + framed(b"two") + framed(b"three")[:5])
     assert engine.wait(0)
     assert engine.receive() == b"one"
-    assert engine.wait(0), "it came with the first"
+    assert engine.wait(0), "the second frame arrived with the first"
     assert engine.receive() == b"two"
     mine.sendall(framed(b"three")[5:])
     assert engine.receive() == b"three"
@@ -57,7 +57,7 @@ def test_an_engine_waits_and_is_told_the_end() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_idle_workers_send_for_an_engine(workers: int) -> None:
+def test_idle_workers_send_frames(workers: int) -> None:
     mine, its = socket.socketpair()
     with Pool([[0] * workers], pin=False) as pool:
         engine = EngineEnd(its)
@@ -66,19 +66,19 @@ def test_idle_workers_send_for_an_engine(workers: int) -> None:
             engine.send(bytearray(SIZE_BYTES) + message)
         reader = threading.Thread(target=mine.sendall, args=(framed(b"answer"),))
         reader.start()
-        assert engine.wait(10_000), "which sends what is left first"
+        assert engine.wait(10_000), "wait() sends pending frames first"
         sent = b"".join(map(framed, MESSAGES))
         assert mine.recv(len(sent), socket.MSG_WAITALL) == sent
         reader.join()
         mine.close()
         with suppress(EOFError):
-            engine.send(bytearray(SIZE_BYTES) + b"to nobody, which only who sends it is told")
+            engine.send(bytearray(SIZE_BYTES) + b"lost: only the sending worker gets the error")
         with pytest.raises(EOFError):
-            engine.send(bytearray(SIZE_BYTES) + b"to nobody")
+            engine.send(bytearray(SIZE_BYTES) + b"raises the error of the frame before")
         engine.close()
 
 
-def test_what_workers_have_not_sent_is_sent_at_the_end() -> None:
+def test_close_sends_pending_frames() -> None:
     mine, its = socket.socketpair()
     with mine, Pool([[0]], pin=False) as pool:
         engine = EngineEnd(its)
@@ -115,7 +115,7 @@ def with_frontend(go: Callable[[FrontendEnd, EngineEnd], Awaitable[None]]) -> No
 
 
 def test_large_frames_both_ways_at_once() -> None:
-    """Neither end waits for the other to read before it reads itself."""
+    """The frontend sends without waiting for the engine, whose blocking send needs the frontend to read."""
 
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         seen: asyncio.Queue[bytes] = asyncio.Queue()
@@ -137,7 +137,7 @@ def test_large_frames_both_ways_at_once() -> None:
     with_frontend(go)
 
 
-def test_what_a_frame_wakes_comes_before_the_next_frame() -> None:
+def test_tasks_woken_by_a_frame_run_before_the_next() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         order: list[str] = []
 
@@ -155,7 +155,7 @@ def test_what_a_frame_wakes_comes_before_the_next_frame() -> None:
     with_frontend(go)
 
 
-def test_sending_to_an_engine_that_is_gone_does_nothing() -> None:
+def test_sending_to_an_ended_engine_does_nothing() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         engine.close()
         for _ in range(20):
@@ -165,7 +165,7 @@ def test_sending_to_an_engine_that_is_gone_does_nothing() -> None:
     with_frontend(go)
 
 
-def test_an_engine_hears_of_a_frontend_that_cannot_go_on() -> None:
+def test_an_error_in_take_closes_the_connection() -> None:
     async def go(frontend: FrontendEnd, engine: EngineEnd) -> None:
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context["exception"]))

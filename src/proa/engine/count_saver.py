@@ -1,4 +1,4 @@
-"""Writes how often each expert was chosen, every so often and at the end. Never: the file's format, counting."""
+"""Writes expert counts (how often each was selected) every minute and at the end. Never: the file format, counting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class CountSaver:
-    """experts: of each layer. A file that cannot be written any more is said in the log, once, and stops nothing."""
+    """experts: number of experts of each layer. If the file cannot be written, that is logged once and serving goes
+    on."""
 
     def __init__(
         self, counting: Counting, file: Path, model: str, blocks: Sequence[int], experts: Sequence[int]
@@ -31,7 +32,7 @@ class CountSaver:
             self._write()
 
     def end(self) -> None:
-        """No step is under way, and none follows."""
+        """Write the final counts. Only when no step is in flight and none will follow."""
         self._counting.settle()
         self._write()
 
@@ -41,6 +42,9 @@ class CountSaver:
             write_counts(self._file, self._model, self._blocks, rows)
         except OSError as error:
             if not self._failed:
-                log.error("How often experts were chosen cannot be written to %s: %s", self._file, error.strerror)
+                log.error(
+                    "Expert counts cannot be written to %s: %s. Proa tries again every minute.",
+                    self._file, error.strerror,
+                )  # fmt: skip
             self._failed = True
         self._saved_s = time.monotonic()

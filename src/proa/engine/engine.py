@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
+    """Owns scheduler and runner. All work is done in submit, abort and step, called from one thread."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None,
         lane: Lane | NoLane | None = None, helpers: Pool | None = None,
     ) -> None:  # fmt: skip
         """saver: writes expert counts between steps. lane: computes the scheduler's prefill steps between decode steps.
-        helpers: native workers that are idle between steps."""
+        helpers: pool whose workers are idle between steps and may send messages."""
         self._saver, self._lane, self.helpers = saver, lane or NoLane(), helpers
         self.runner = runner
         self.scheduler = scheduler
@@ -45,7 +45,7 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises RequestError for ids outside the vocabulary, and whatever the scheduler refuses."""
+        """Queue a sequence. Raises RequestError for ids outside the vocabulary, and what Scheduler.submit raises."""
         named = (*request.tokens, *request.sampling.logit_bias, *request.sampling.stop_token_ids)
         if outside := [t for t in named if not 0 <= t < self.vocab]:
             raise RequestError(
@@ -53,7 +53,9 @@ class Engine:
             )
         ends = (*request.sampling.eos_token_ids, *request.sampling.stop_token_ids)
         if request.sampling.min_tokens and len(set(ends)) >= self.vocab:
-            raise RequestError("min_tokens forbids every token, for all of them end the answer.", "Name fewer of them.")
+            raise RequestError(
+                "min_tokens forbids every token: all tokens are eos or stop tokens.", "Name fewer stop tokens."
+            )
         if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
             # Keys of such a prompt depend on its length: see docs/decisions/003.
             request = msgspec.structs.replace(request, salt=f"rope:{len(request.tokens)}:{request.salt}")
@@ -64,8 +66,8 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Take the results of the oldest step in flight; launch the next one before, where the device can continue by
-        itself. Returns what happened, for the frontend."""
+        """Take the results of the oldest step in flight, or of a new one. The next step is launched before that if the
+        executor can continue without the sampled tokens on the host. Returns the step's events."""
         flight = self._oldest()
         if flight is None:
             return []
@@ -88,8 +90,8 @@ class Engine:
         return self._lane.take()
 
     def _plan(self) -> StepPlan | None:
-        """The next step; a new one beside it is put into the lane first, which copies states before others write
-        them."""
+        """Plan the next step. A new step beside it is put into the lane first, so that its states are copied before
+        other steps write them."""
         scheduler = self.scheduler
         beside = scheduler.beside
         if beside is not None and not any(map(scheduler.counts, beside.items)):
@@ -101,7 +103,8 @@ class Engine:
         return plan
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
-        """The step behind `flight`. The device is busy meanwhile, so what this takes adds nothing to a step."""
+        """Launch the step after `flight` before its tokens reach the host. The device is busy then, so this host time
+        is hidden."""
         plan = self.scheduler.plan_ahead() if self.runner.can_follow(flight) else None
         ahead = None if plan is None else self.runner.launch(plan, after=flight)
         self.clock.hidden = ahead is not None
@@ -120,7 +123,7 @@ class Engine:
         return failed + events
 
     def settle(self) -> None:
-        """Discard the steps in flight: none will follow."""
+        """Discard the steps in flight and write the final expert counts; no step may follow."""
         self._lane.cancel()
         if self._ahead is not None:
             self.runner.cancel(self._ahead)
@@ -142,7 +145,7 @@ class Engine:
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
 
     def _fail(self, request_id: str, why: str) -> TokenEvent:
-        """Values were NaN or infinite: end that request, never a made-up token."""
+        """End a request whose values were NaN or infinite with an error event and no token."""
         log.error("Request %s: %s", request_id, why)
         self.abort(request_id)
         return TokenEvent(id=request_id, finish="error", error=why)
@@ -150,6 +153,6 @@ class Engine:
     def _collect_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
         for item in plan.items:
             if item.request.id in output.prompt_logprobs:
-                if item.start == 0:  # the first token has nothing before it; a preempted prompt starts over
+                if item.start == 0:  # the first token has no logprob; a preempted prompt starts over
                     self._prompt_logprobs[item.request.id] = [None]
                 self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]

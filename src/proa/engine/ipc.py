@@ -48,14 +48,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weights_bytes: int
     ops: dict[str, str]  # op -> implementation
     peak_rss_bytes: int
-    decode_threads: int  # of the plan's threads, how many a step of few tokens uses
+    decode_threads: int  # threads that a step of few tokens uses
     prefill_threads: int
-    formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
-    pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
-    decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
-    caller_cpus: list[int] = []  # that the engine's own thread is bound to
-    round_trip_us: float | None = None  # of a GPU's job without work, to the CPU and back; None: there are no jobs
-    timeline: dict[str, float] = {}  # seconds since the engine's process began, at the end of each stage of the start
+    formats: dict[str, int] = {}  # format of packed weights in RAM -> bytes
+    pages: dict[str, int] = {}  # kind of memory page that they lie on -> bytes
+    decisions: tuple[Decision, ...] = ()  # made after the model was loaded
+    caller_cpus: list[int] = []  # CPUs that the engine's own thread is bound to
+    round_trip_us: float | None = None  # of an empty job from the GPU to the CPU and back; None: no GPU sends jobs
+    timeline: dict[str, float] = {}  # stage of the start -> seconds from the process's begin to the stage's end
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -75,7 +75,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """What a step did, in one message: each wakes a thread here and two in the frontend."""
+    """All events of a step in one message, because each message wakes a thread here and two in the frontend."""
 
     events: list[TokenEvent]
     stats: Stats

@@ -1,4 +1,4 @@
-"""Planned steps on an executor: requests become spans, results belong to requests again. Never: scheduling, devices."""
+"""Runs planned steps on an executor: requests to spans, results by span to results by request. Never: scheduling."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from proa.types import TokenLogprob
 
 
 class StepOutput(msgspec.Struct):
-    """By request id. A request whose values were not finite is in `faults`, with the reason, and has no token."""
+    """Results by request id. A request with non-finite values is in `faults`, with the reason, and has no token."""
 
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     faults: dict[str, str] = {}
-    replaced: list[str] = []  # a step launched ahead continues with another token than theirs
+    replaced: list[str] = []  # requests that a step launched ahead continues with another token
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Flight:
     """A plan that was launched. counted: indices of the items whose requests had not ended when it was sampled."""
 
     plan: StepPlan
-    step: Any  # the executor's
+    step: Any  # of the executor's type
     batch: StepBatch
     began_s: float
     counted: frozenset[int] = field(default=frozenset())
@@ -83,7 +83,7 @@ class Runner:
 
 
 def step_batch(plan: StepPlan, *, follows: bool = False) -> StepBatch:
-    """follows: only the device knows the tokens."""
+    """The plan as a batch. follows: the tokens are known only on the device; 0 stands in their place."""
     spans: list[Span] = []
     sampled: list[int] = []
     before: list[tuple[int, int]] = []
@@ -107,7 +107,8 @@ def step_batch(plan: StepPlan, *, follows: bool = False) -> StepBatch:
 
 
 def _prompt_logprobs(span: int, item: StepItem, row: int, top: int) -> list[PromptLogprobs]:
-    """Of the prompt tokens that this chunk's rows predict; none after a preemption, which computes them again."""
+    """The prompt tokens that this chunk's rows predict. Empty once tokens were generated: a preempted
+    request computes its prompt again."""
     request = item.request
     if request.num_generated:
         return []

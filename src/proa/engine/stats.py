@@ -25,8 +25,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepSeconds(msgspec.Struct, frozen=True, array_like=True):
-    """Time of all steps by the stages of engine/executors/clock.py, in their order. The clock stands still
-    while there is no work."""
+    """Time of all steps by the stages of engine/executors/clock.py, in their order. Idle time is not counted."""
 
     schedule: float = 0.0
     inputs: float = 0.0
@@ -84,7 +83,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats]:
-    """What a device's session has counted."""
+    """The statistics in a device session's counters."""
     cpu = CpuExpertStats(
         jobs=done.jobs, weight_bytes=done.weight_bytes, needed=done.experts, foreseen=done.foreseen,
         seconds=done.moe_s, waiting_seconds=done.waiting_s, gaps=done.gaps, gap_seconds=done.gap_s,

@@ -1,8 +1,8 @@
-"""Compiles all kernels that a planned model will launch, in processes beside each other, none of which touches a GPU.
-Belongs here: those processes, what is told of each kernel. Never: which kernels there are (rehearsal.py).
+"""Compiles all kernels that a planned model will launch, in parallel processes that do not use a GPU. Belongs here:
+these processes, one event per kernel. Never: which kernels there are (rehearsal.py).
 
-The calling process rehearses the model, then forks processes that have all of Triton loaded already. A process that
-dies costs the kernel that it was at, which is named, and another process takes its place.
+The calling process rehearses the model, then forks processes, which have Triton loaded already. If a process dies, the
+kernel that it was compiling is reported as failed, and another process takes its place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from proa.weights.checkpoint import Checkpoint
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
-_NICENESS = 10  # the engine loads meanwhile
+_NICENESS = 10  # the engine loads weights at the same time
 
 
 @dataclass(frozen=True)
 class Listed:
-    """What there is to compile, and by how many processes; `no_launchers`: why what calls a kernel is not built too,
-    empty if it is."""
+    """The variants to compile and the number of processes. no_launchers: why kernels' launchers are not built too; ""
+    if they are."""
 
     variants: Sequence[Variant]
     processes: int
@@ -47,7 +47,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Done:
-    """A variant that is in the cache on disk now, or why it is not."""
+    """The result of a variant: it is in the cache on disk, or `compiled` has the error."""
 
     variant: Variant
     compiled: Compiled
@@ -59,10 +59,10 @@ Event = Listed | Done
 def compile_ahead(
     plan: Plan, checkpoint: Checkpoint, declared: Declared, *, launchers: bool
 ) -> Iterator[Event]:  # fmt: skip
-    """Compile for the planned GPU's architecture: Listed first, then a Done for each variant, the most needed first.
-    launchers: see Compiler. Raises what the rehearsal raises."""
+    """Compile for the planned GPU's architecture, the most needed variants first. Yields Listed, then a Done for each
+    variant. launchers: see Compiler. Raises what the rehearsal raises."""
     if plan.gpu is None or plan.gpu.simulated:
-        raise ValueError("this plan has no GPU to compile for")
+        raise ValueError("kernels are compiled for a real GPU, but this plan has none")
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     major, minor = plan.gpu.capability
     compiler = Compiler(10 * major + minor, launchers=launchers)
@@ -77,7 +77,7 @@ def compile_ahead(
 
 
 def variants_of(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> list[Variant]:
-    """All that the model's steps launch, the most needed first."""
+    """All kernel variants that the model's steps launch, the most needed first."""
     gpu = plan.gpu
     if gpu is None:
         raise ValueError("this plan has no GPU")
@@ -90,7 +90,7 @@ def variants_of(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> list[
 
 
 def compile_all(variants: Sequence[Variant], compiler: Compiler, processes: int) -> Iterator[Done]:
-    """In the order in which they get ready."""
+    """Compile in `processes` processes. Yields each variant when it is done."""
     waiting = iter(range(len(variants)))
     working = [_Process(variants, compiler, waiting) for _ in range(processes)]
     try:
@@ -100,7 +100,7 @@ def compile_all(variants: Sequence[Variant], compiler: Compiler, processes: int)
                 if process.answers not in ready or process.at is None:
                     continue
                 done = Done(variants[process.at], process.answer())
-                if process.at is None:  # a process that idles would keep what it inherited open, locks too
+                if process.at is None:  # an idle process would keep inherited files and locks
                     process.end()
                 if process.died:
                     working[i] = _Process(variants, compiler, waiting)
@@ -111,7 +111,7 @@ def compile_all(variants: Sequence[Variant], compiler: Compiler, processes: int)
 
 
 def stored_types(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> dict[str, str]:
-    """What the loader tells of each parameter."""
+    """The stored type that the loader will find for each parameter, by our names."""
     if plan.load_format == "dummy":
         return dummy_types(declared.spec, plan.dummy_format)
     return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
@@ -124,7 +124,7 @@ def _processors() -> int:
 
 
 class _Process:
-    """Compiles one variant after the other. `at`: the one that it is at; None: there are no more."""
+    """A process that compiles one variant after the other. `at`: index of the current one; None: none is left."""
 
     def __init__(self, variants: Sequence[Variant], compiler: Compiler, waiting: Iterator[int]) -> None:
         self._waiting, self.died = waiting, False
@@ -137,7 +137,7 @@ class _Process:
         theirs.close()
 
     def answer(self) -> Compiled:
-        """What became of `at`; the next one begins."""
+        """Return the result of variant `at` and start the next one."""
         try:
             compiled: Compiled = self.answers.recv()
             self.at = next(self._waiting, None)
@@ -146,7 +146,7 @@ class _Process:
         except (EOFError, OSError):
             self._process.join()
             self.at, self.died = None, True
-            return Compiled(False, 0.0, f"the process that compiled it ended with code {self._process.exitcode}")
+            return Compiled(False, 0.0, f"the process that compiled it ended with exit code {self._process.exitcode}")
         return compiled
 
     def end(self) -> None:
@@ -157,23 +157,23 @@ class _Process:
 
 
 def start_forked(process: BaseProcess) -> None:
-    """Python 3.12 warns where other threads might hold locks that the fork would find taken: ours wait for input, or
-    have just ended."""
+    """Start a forked process. Suppresses Python 3.12's warning about forks beside threads, which may hold locks: ours
+    wait for input or have just ended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         process.start()
 
 
 def end_with(parent: int) -> None:
-    """The calling process is killed when its parent, which has this id, ends."""
+    """Have the calling process killed when its parent, which has this process id, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was quicker
+    if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 
 def _work(variants: Sequence[Variant], compiler: Compiler, asked: Connection, parent: int) -> None:
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.nice(_NICENESS)
     while True:
         try:

@@ -1,5 +1,5 @@
-"""The engine's side of compiling ahead: a forked process that does it while weights load, and a thread that puts what
-is ready on the GPU. Never: which kernels there are, compiling.
+"""The engine's side of compiling ahead: a forked process compiles while weights load, and a thread loads finished
+kernels onto the GPU. Never: which kernels there are, compiling.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from proa.types import Decision
 
 log = logging.getLogger(__name__)
 
-MOST_S = 15.0  # for which a start waits; what is not ready by then gets ready beside the first requests
+MOST_S = 15.0  # a start waits no longer; kernels that are not ready then are finished beside the first requests
 _LOOK_S = 0.1
 _FORK = multiprocessing.get_context("fork")
-_SHOWN = 2  # of kernels that failed, in the start-up table
+_SHOWN = 2  # failed kernels named in the start-up table
 
 
 @dataclass
 class _Progress:
-    """What is known so far; one thread writes."""
+    """Counts of kernels so far; only the listening thread writes."""
 
     listed: Listed | None = None
     compiled: int = 0
-    cached: int = 0  # of these, what an earlier start had compiled
+    cached: int = 0  # of the compiled ones, those from earlier starts
     loaded: int = 0
     failed: list[str] = field(default_factory=list)
     ended: bool = False
-    broken: str = ""  # why nothing, or nothing more, is compiled ahead
+    broken: str = ""  # why compiling ahead stopped early; "" if it did not
 
     @property
     def complete(self) -> bool:
-        """All that steps launch is on the GPU."""
+        """Whether every kernel that steps launch is on the GPU."""
         return self.listed is not None and self.loaded == len(self.listed.variants)
 
 
 class Compiling:
-    """Made before CUDA is initialised in this process, which is forked: the fork runs `events`. load: puts a variant on
-    the GPU of the calling thread."""
+    """Compiles in a forked process, which runs `events`; must be made before this process initialises CUDA. load: loads
+    a variant onto the calling thread's GPU."""
 
     def __init__(self, events: Callable[[], Iterator[Event]], load: Callable[[Variant], None]) -> None:
         self._begin, self._load_one = time.perf_counter(), load
         mine, theirs = _FORK.Pipe(duplex=False)
         self._process = _FORK.Process(target=_run, args=(events, theirs, os.getpid()), name="compiling")
         start_forked(self._process)
-        atexit.register(self._process.kill)  # else this process would wait for it at its end
+        atexit.register(self._process.kill)  # else this process would wait for it on exit
         theirs.close()
         self.progress = _Progress()
         self._enter: Callable[[], None] | None = None
@@ -65,13 +65,14 @@ class Compiling:
         self._thread.start()
 
     def load_after(self, enter: Callable[[], None]) -> None:
-        """CUDA is initialised: from now on kernels are loaded as they get ready, by a thread that calls `enter` first,
-        to be on the right GPU."""
+        """Start loading kernels as they get ready, once CUDA is initialised. enter: called first by the loading thread,
+        to select the GPU."""
         self._enter = enter
         self._may_load.set()
 
     def wait(self, report: Callable[[Loading], None], most_s: float = MOST_S) -> Decision:
-        """Until all kernels are ready or the time since the start is over. The row says how far it came."""
+        """Wait until all kernels are loaded or most_s seconds have passed since the start. Returns the start-up table's
+        row with the counts."""
         progress = self.progress
         while not progress.ended and time.perf_counter() - self._begin < most_s:
             if progress.listed is not None and progress.compiled > progress.cached:
@@ -82,7 +83,7 @@ class Compiling:
     def _listen(self, events: Connection) -> None:
         progress = self.progress
         try:
-            hash_triton()  # while CUDA is initialised: loading needs it
+            hash_triton()  # loading needs it; done here while the main thread initialises CUDA
             self._may_load.wait()
             if self._enter is not None:
                 self._enter()
@@ -90,9 +91,9 @@ class Compiling:
                 self._take(event)
         except EOFError:
             self._process.join()
-            progress.broken = f"the compiling process ended with code {self._process.exitcode}"
+            progress.broken = f"the compiling process ended with exit code {self._process.exitcode}"
         except Exception as error:
-            log.exception("kernels are not loaded ahead")
+            log.exception("Loading kernels ahead failed.")
             progress.broken = f"{type(error).__name__}: {error}"
         progress.ended = True
 
@@ -105,7 +106,7 @@ class Compiling:
                 progress.compiled += 1
                 progress.cached += compiled.cached
                 if compiled.error:
-                    log.warning("The kernel %s does not compile: %s", variant.name, compiled.error)
+                    log.warning("Compiling the kernel %s failed: %s", variant.name, compiled.error)
                     progress.failed.append(f"{variant.name}: {compiled.error.splitlines()[0]}")
                 else:
                     self._load(variant)
@@ -116,29 +117,29 @@ class Compiling:
         try:
             self._load_one(variant)
             self.progress.loaded += 1
-        except Exception as error:  # noqa: BLE001 - the launch will say the same
-            log.warning("The kernel %s cannot be loaded: %s", variant.name, error)
+        except Exception as error:  # noqa: BLE001 - the first launch will raise the same error
+            log.warning("Loading the kernel %s failed: %s", variant.name, error)
             self.progress.failed.append(f"{variant.name}: {error}")
 
 
 def _run(events: Callable[[], Iterator[Event]], to: Connection, parent: int) -> None:
-    """The forked process."""
+    """Run in the forked process: send every event, then None; an error is sent as a string."""
     end_with(parent)
     try:
         for event in events():
             to.send(event)
     except Exception as error:
-        log.exception("kernels are not compiled ahead")
+        log.exception("Compiling kernels ahead failed.")
         to.send(f"{type(error).__name__}: {error}")
     to.send(None)
 
 
 def _row(progress: _Progress, seconds: float) -> Decision:
-    """For the start-up table."""
+    """The start-up table's row."""
     later = "when they are first needed, one after the other"
     if progress.listed is None or (progress.broken and not progress.compiled):
-        why = progress.broken or f"what there is to compile was not known after {format_duration(seconds)}"
-        return Decision("GPU kernels", "auto", "compiled late", f"{why}; they are compiled {later}")
+        why = progress.broken or f"the list of kernels to compile was not ready after {format_duration(seconds)}"
+        return Decision("GPU kernels", "auto", "compiled late", f"{why}; kernels are compiled {later}")
     total, fresh = len(progress.listed.variants), progress.compiled - progress.cached
     processes = f"by {progress.listed.processes} processes"
     parts = [f"{fresh} compiled in {format_duration(seconds)} {processes}"] if fresh else []

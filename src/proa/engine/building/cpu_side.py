@@ -1,4 +1,4 @@
-"""The CPU's workers of an engine, and the memory that they fill and read. Never: what they compute, how many."""
+"""An engine's CPU workers and the packed weight memory that they fill and read. Never: their number, their programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proa.types import Decision
 
 
 class CpuSide:
-    """The pool's caller, whoever it is, works along as the first of the first team."""
+    """Pool, crew and memory as planned. The pool's calling thread counts as the first worker of the first team."""
 
     def __init__(self, workers: Workers, isa: str) -> None:
         self._workers = workers
@@ -32,12 +32,12 @@ class CpuSide:
         self.memory = Memory(self.pool, nodes, workers.interleave)
 
     def bind_caller(self) -> None:
-        """The calling thread is the pool's caller from now on."""
+        """Bind the calling thread, from now on the pool's caller, to its CPUs."""
         if self.caller_cpus:
             self.pool.bind_caller(self.caller_cpus)
 
     def note_unbound(self) -> None:
-        """Say so if weights do not lie where they should."""
+        """Add a decision if some weights are not on their planned memory node."""
         if why := self.memory.unbound():
             self.decisions.append(Decision("NUMA memory", "bind", "unbound", why))
 
@@ -45,6 +45,6 @@ class CpuSide:
         try:
             return CpuClaim([cpu for team in self._workers.teams for cpu in team.cpus])
         except OSError as error:
-            why = f"other engines cannot be told which CPUs these are: {error.strerror}"
+            why = f"other engines cannot see which CPUs are taken: {error.strerror}"
             self.decisions.append(Decision("CPU binding", "core", "core", why))
             return None

@@ -1,4 +1,4 @@
-"""Torch's types by the names that plans use."""
+"""torch dtypes by their names in plans."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A planned model on a GPU, its routed experts shared with the CPU. Belongs here: building, binding after loading.
-Never: decisions, steps.
+"""Builds a planned model on a GPU, its routed experts split with the CPU, and binds it after loading. Never: decisions,
+steps.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from proa.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
-PROBE_ROUNDS = 200  # jobs without work that try the doorbell, in one graph
-STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
+PROBE_ROUNDS = 200  # empty jobs in one graph that measure the doorbell's round trip
+STAGING_BYTES_PER_THREAD = 32 << 20  # twice the loader's batch per worker
 
 
 class GpuBuild:
@@ -98,11 +98,11 @@ class GpuBuild:
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:
-            why = "CUDA numbers GPUs in another order than the driver: this is the one with the same UUID"
+            why = "CUDA numbers GPUs in another order than the driver: this device has the planned GPU's UUID"
             self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
 
     def targets(self) -> dict[str, Target]:
-        """Tensors of the GPU are filled through the staging."""
+        """Targets of the loader, by parameter; tensors on the GPU are filled through the staging buffer."""
         return {
             name: DeviceRows(target, self._staging) if isinstance(target, Tensor) else target
             for name, target in self.model.parameters()
@@ -111,7 +111,7 @@ class GpuBuild:
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         self._cpu.note_unbound()
-        self._decisions.append(self._compiling.wait(report))  # what follows measures
+        self._decisions.append(self._compiling.wait(report))  # before the measurements below, which it would disturb
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
@@ -140,7 +140,7 @@ class GpuBuild:
         return Runner(executor, plan.page_tokens)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
-        """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""
+        """Pin the experts in RAM with the driver, and measure how fast the GPU reads them in place (co-fetch)."""
         if not self._gpu.spare and not self._gpu.co_fetch:
             return None
         registered = register(self._cpu.memory.spans(), self._device)
@@ -148,17 +148,17 @@ class GpuBuild:
         if not self._gpu.co_fetch:
             return None
         if not registered.in_place:
-            why = f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
+            why = f"the GPU cannot read pinned RAM at the CPU's addresses: {registered.why}"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
         cpu = CpuReads(memory, self.pool, top_k(self._spec))
         together = read_together(ReadInPlace(memory, spaces.of(memory)), cpu)
         if together is None:
-            why = "how fast GPU and CPU read RAM together is unknown: they could not be made to read at the same time"
+            why = "the rates at which GPU and CPU read RAM at the same time could not be measured"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
-        why = f"{together}; how many depends on the CPU's rate in service"
+        why = f"{together}; the number of experts depends on the CPU's rate in service"
         self._decisions.append(Decision("co-fetch", "auto", "on", why))
         return together.rates
 

@@ -1,4 +1,4 @@
-"""What both builds of a planned GPU share, the real one and the simulated one."""
+"""Parts of building that GpuBuild and SimBuild share. Never: Triton, CUDA."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the
 
 
 def top_k(spec: Model) -> int:
-    """Of the layers' experts a token, the most."""
+    """Largest top_k of any MoE layer; 1 without MoE layers."""
     return max((block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)), default=1)
 
 
 def decode_tokens(plan: Plan) -> int:
-    """Tokens of a job up to which the CPU's experts take it for decode, if its bits must not depend on their number."""
+    """With --deterministic, the most tokens of a job for which the CPU's experts use decode kernels; else 0."""
     return plan.max_running if plan.deterministic else 0
 
 
 def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
+    """The plan's GPU and CPU workers. Raises ValueError if it has none."""
     if plan.gpu is None or plan.workers is None:
-        raise ValueError("this plan has no GPU, or no workers to pack weights for it")
+        raise ValueError("a plan with a GPU and CPU workers is required; this one lacks one of them")
     return plan.gpu, plan.workers
 
 
 def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
-    """CUDA's number of the planned GPU, where CUDA shows GPUs with these UUIDs. Raises ResourceError."""
+    """CUDA's index of the planned GPU. uuids: those of CUDA's visible devices, in order. Raises ResourceError."""
     if gpu.index is None:
-        raise ValueError("a simulated GPU has no number")
+        raise ValueError("a simulated GPU has no CUDA index")
     wanted = gpu.uuid.removeprefix("GPU-")
     matching = [i for i, uuid in enumerate(uuids) if uuid.removeprefix("GPU-") == wanted]
     if len(matching) == 1:
         return matching[0]
-    if len(uuids) == 1 and gpu.index == 0:  # virtual GPUs may go by two names, but here is only one
+    if len(uuids) == 1 and gpu.index == 0:  # a virtual GPU may have two UUIDs, but here is only one device
         return 0
     raise ResourceError(
         f"{gpu.name} ({gpu.uuid or 'without a UUID'}) is not among the {len(uuids)} GPUs that CUDA shows.",
@@ -58,7 +59,7 @@ def placement_of(gpu: GpuPlan) -> Placement:
 
 
 def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:
-    """`hybrid` is bound."""
+    """The writer of expert counts, if the plan saves them. `hybrid` must be bound."""
     gpu, _ = needed(plan)
     if gpu.save_counts is None or hybrid.counting is None:
         return None
@@ -68,6 +69,7 @@ def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:
 def ready(
     plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, round_trip_us: float | None, decisions: Sequence[Decision]
 ) -> Ready:
+    """The Ready message of an engine with a planned GPU."""
     gpu, _ = needed(plan)
     formats = dict(cpu.memory.bytes_by_format)
     vram_bytes = gpu.vram.dense_bytes + gpu.vram.experts_bytes

@@ -1,4 +1,4 @@
-"""Plan -> a running Engine: build, load, allocate, in that order. Never: decisions, processes."""
+"""Makes a running Engine from a plan: builds, loads weights, allocates caches. Never: decisions, processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from proa.weights.load import load_weights
 
 REPORT_EVERY_S = 0.1
 TRIAL_TOKEN_STRIDE = 7919
-PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
+PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to be quick
 
 
 def load_engine(
@@ -77,7 +77,7 @@ def load_engine(
     timeline.mark("weights")
     runner = build.runner(report)
     lane = Lane(runner, plan.prefill_share) if plan.prefill_share else NoLane()
-    helpers = build.pool if plan.gpu is None else None  # beside a GPU they listen to it
+    helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
@@ -86,7 +86,7 @@ def load_engine(
 
 
 class _Build(Protocol):
-    """A planned model on the way to a Runner: made, filled, then bound."""
+    """A planned model in three steps: made by the constructor, filled through `targets`, bound by `runner`."""
 
     @property
     def pool(self) -> Pool | None: ...
@@ -99,7 +99,7 @@ class _Build(Protocol):
     def runner(self, report: Callable[[Loading], None]) -> Runner: ...
 
     def saver(self) -> CountSaver | None:
-        """After `runner`."""
+        """The writer of expert counts, if the plan saves them. Called after `runner`."""
 
     def ready(self, load_seconds: float) -> Ready: ...
 
@@ -119,7 +119,7 @@ def _build(plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage
 
 
 class _Eager:
-    """Ops in plain torch."""
+    """Builds a model of plain torch ops on the CPU."""
 
     pool: Pool | None = None
     flush: Callable[[], None] | None = None
@@ -160,13 +160,13 @@ class _Eager:
 
 
 class _Native:
-    """A recorded program of native ops over packed weights."""
+    """Builds a recorded program of native ops over packed weights."""
 
     flush: Callable[[], None] | None = None
 
     def __init__(self, plan: Plan, workers: Workers, spec: Model, kv: KvStorage) -> None:
         self._plan, self._workers, self._spec, self._kv = plan, workers, spec, kv
-        torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
+        torch.set_num_threads(1)  # torch's remaining ops are small, and its threads would compete with the workers
         self._cpu = CpuSide(workers, plan.isa)
         self._cpu.bind_caller()
         self.pool = self._cpu.pool
@@ -191,7 +191,7 @@ class _Native:
         self._cpu.note_unbound()
 
         def step(i: int, share: float) -> None:
-            executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # other tokens, other experts
+            executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # different tokens select other experts
 
         chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
         self._decisions += [chosen] if chosen else []
@@ -230,11 +230,12 @@ def _phases(plan: Plan) -> Phases:
     if not plan.deterministic:
         return FreePhases(LEAST_ROWS_ON_CPU) if on_cpu else FreePhases()
     on_torch = plan.workers is None or (plan.gpu is not None and plan.gpu.simulated)
-    return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)  # whose products depend on the number of rows
+    # The bits of torch's matrix products depend on the number of rows.
+    return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)
 
 
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
-    """At most one report every REPORT_EVERY_S, with the time left at the rate so far."""
+    """A progress callback that reports at most every REPORT_EVERY_S, with the time left at the average rate so far."""
     begin = time.perf_counter()
     last = 0.0
 

@@ -1,8 +1,8 @@
-"""The steps of a planned model, run without a GPU and without weights, to learn which kernels they will launch. Belongs
-here: which steps there are, the most needed first. Never: compiling, a list of kernels.
+"""Runs a planned model's steps without a GPU or weights, to find the kernels that they launch. Belongs here: the kinds
+of steps, the most needed first. Never: compiling, a list of kernels.
 
-Everything runs as on the GPU (engine/building/gpu.py, engine/executors/graphs.py), by the same code, on tensors of
-torch's "meta" device, which have shapes and addresses but no memory. Blocks that launch the same are left out.
+The code is the GPU's own (engine/building/gpu.py, engine/executors/graphs.py), on tensors of torch's "meta" device,
+which have shapes and dtypes but no memory. Blocks that launch no other kernels are left out.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from proa.ops.triton import bell
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
-RATIO = 1.1
-_ADDRESS = 1 << 40  # of what is nowhere
-_PROCESSORS = 128  # multiprocessors of no GPU: what is compiled does not depend on them
+RATIO = 1.1  # between consecutive numbers of prefill rows
+_ADDRESS = 1 << 40  # a placeholder, aligned like real addresses; never dereferenced
+_PROCESSORS = 128  # number of multiprocessors; compiled variants do not depend on it
 
 
 def rehearse(plan: Plan, spec: Model, stored: Mapping[str, str], capability: int) -> Iterator[Callable[[], None]]:
-    """Each call launches what a kind of step launches, on a GPU of this compute capability (90: 9.0): the first steps
-    of a server first. stored: what the loader tells of each parameter, by our names."""
+    """Calls that each launch the kernels of one kind of step, on a GPU of this compute capability (90: 9.0), in the
+    order in which a server needs them. stored: the stored type of each parameter, by our names."""
     return Stage(plan, _reduced(plan, spec, stored), top_k(spec), capability).steps()
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A model, or as much of it as a rehearsal needs."""
+    """The model to rehearse, which may have fewer blocks than the planned one."""
 
     spec: Model
     stored: Mapping[str, str]
@@ -65,7 +65,7 @@ class Shown:
 
 
 def _reduced(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Shown:
-    """With fewer blocks: of those that launch the same, as few as have all neighbours."""
+    """The model with fewer blocks: every pair of neighbouring kinds once, since launches depend on the next block."""
     gpu, _ = needed(plan)
     kinds = _kinds(gpu, spec, stored)
     seen: set[object] = set()
@@ -94,7 +94,7 @@ def _reduced(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Shown:
 
 
 def _kinds(gpu: GpuPlan, spec: Model, stored: Mapping[str, str]) -> list[object]:
-    """Of each block; those of one kind launch the same."""
+    """The kind of each block: blocks of one kind launch the same kernels."""
     layer_of = {block: layer for layer, block in enumerate(gpu.blocks)}
     types: dict[int, set[tuple[str, str]]] = {}
     for name, kept in stored.items():
@@ -113,13 +113,14 @@ def _kinds(gpu: GpuPlan, spec: Model, stored: Mapping[str, str]) -> list[object]
 
 
 def _of_any_expert(part: str) -> str:
-    """The experts of a layer share their memory, so that it does not matter which of them has which type."""
+    """The parameter's name with "*" for the expert's number: experts of a layer share their memory, so which of them
+    has which type does not matter."""
     words = part.split(".")
     return ".".join("*" if word.isdigit() else word for word in words)
 
 
 class Stage:
-    """The model on the meta device, as GpuBuild makes it on a GPU."""
+    """The model on the meta device, built as GpuBuild builds it on a GPU."""
 
     def __init__(self, plan: Plan, of: Shown, chosen: int, capability: int) -> None:
         _, workers = needed(plan)
@@ -154,7 +155,7 @@ class Stage:
         return self._transported
 
     def steps(self) -> Iterator[Callable[[], None]]:
-        return map(torch.inference_mode(), self._steps())  # as the executor's
+        return map(torch.inference_mode(), self._steps())  # as in GraphExecutor
 
     def _steps(self) -> Iterator[Callable[[], None]]:
         limits = self._limits
@@ -191,8 +192,8 @@ class Stage:
 
 
 def _dense(most: int) -> list[int]:
-    """Numbers of rows up to `most`, each hardly larger than the one before: kernels are chosen by intervals of them,
-    none of which lies between two of these."""
+    """Numbers of rows up to `most`, each RATIO times the one before: kernels are chosen by intervals of the number of
+    rows, none of which lies between two of these."""
     sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * RATIO))))
@@ -211,7 +212,7 @@ class _NoAngles:
 
 
 class _NoMemory(Memory):
-    """Addresses, and nothing there."""
+    """Hands out placeholder addresses instead of memory."""
 
     def take(self, sizes_bytes: Sequence[int]) -> list[int]:
         return [_ADDRESS if nbytes else 0 for nbytes in sizes_bytes]
@@ -219,14 +220,14 @@ class _NoMemory(Memory):
 
 class _NoCopier:
     def start(self, pairs: Pairs) -> Copy:
-        raise NotImplementedError("nothing moves in a rehearsal")
+        raise NotImplementedError("a rehearsal moves no experts")
 
     def close(self) -> None:
         pass
 
 
 class _NoCopies:
-    """Of a job and its answer."""
+    """Copies of a job and its answer that do nothing."""
 
     def stream(self, device: torch.device) -> int:
         return 0
@@ -251,10 +252,10 @@ class _NoCopies:
 
 
 class _NoTransport:
-    """Launches what a GPU does to hand work to the CPU, which is not there."""
+    """Launches the GPU's side of a transport, without a CPU that answers."""
 
     def __init__(self, size: JobSize, doorbell: str) -> None:
-        """doorbell: the way that was asked for."""
+        """doorbell: the planned way to ring, a key of WAYS or "auto"."""
         self.size = size
         memory = torch.empty(block_layout(size).bytes, dtype=torch.uint8, device=META)
         state = torch.empty(bell.ROWS + size.most_tokens, dtype=torch.int32, device=META)
@@ -293,7 +294,7 @@ class _NoTransport:
         return NOTHING_COUNTED
 
     def probe_us(self, rounds: int = 200) -> float:
-        raise NotImplementedError("there is nothing to measure in a rehearsal")
+        raise NotImplementedError("a rehearsal has no round trip to measure")
 
     def close(self) -> None:
         pass

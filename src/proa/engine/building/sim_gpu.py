@@ -1,4 +1,4 @@
-"""A planned model on a CPU that stands in for a GPU. Never: Triton, which a CPU's torch does not have."""
+"""Builds a planned model on a simulated GPU, that is on the CPU. Never: Triton, which CPU builds of torch lack."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROBE_ROUNDS = 50
 
 
 class SimBuild:
-    """The same with a CPU in the GPU's place: plain torch, and native kernels for its experts."""
+    """GpuBuild with the CPU in the GPU's place: plain torch, and native kernels for the experts."""
 
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
         self._plan, self._spec, self._kv = plan, spec, kv
@@ -64,7 +64,8 @@ class SimBuild:
             InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
         )
         if parts.in_place is not None:
-            why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
+            rate = format_rate(parts.in_place.bus_bytes_per_s)
+            why = f"simulated, at {rate}; the number of experts depends on the CPU's rate"
             self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(

@@ -1,7 +1,7 @@
-"""How many OpenMP threads a step gets: measured once the model is loaded. Never: pinning, other processes' load.
+"""Chooses the number of OpenMP threads for a step, by trial on the loaded model. Never: pinning, other processes' load.
 
-Waking threads costs tens of microseconds for every op. A large model earns that back, a small one loses more than
-it gains; which one this is depends on model and machine, so both are tried.
+Waking threads costs tens of microseconds for every op. A large model gains more than that, a small one less, depending
+on the machine too, so several numbers are tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from proa.types import EngineRequest, Sampling
 ROUNDS = 2
 STEPS = 2
 GAIN = 1.1
-HOPELESS = 1.5  # this much slower in the first round is not tried again
+HOPELESS = 1.5  # a number this much slower than the fastest in the first round is not tried again
 
 
 def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_tokens: int) -> None:
@@ -31,19 +31,19 @@ def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_t
 
 
 def _fastest(executor: EagerExecutor, runner: Runner, num_tokens: int, most: int) -> int:
-    """The fewest threads within GAIN of the best median: waking threads varies more than computing does."""
+    """The fewest threads within GAIN of the best median: the time to wake threads varies more than computing does."""
     candidates = sorted({1, max(1, most // 2), most})
     if len(candidates) == 1:
         return most
     plan = _plan(num_tokens, runner.page_tokens)
     seconds: dict[int, list[float]] = {threads: [] for threads in candidates}
-    for _ in range(ROUNDS):  # candidates alternate, so that other work does not decide
+    for _ in range(ROUNDS):  # candidates alternate, so that other load on the machine affects all of them
         for threads in candidates:
             executor.decode_threads = executor.prefill_threads = threads
             for step in range(1 + STEPS):
                 begin = time.perf_counter()
                 runner.run(plan)
-                if step:  # the first one wakes threads, and touches memory for the first time
+                if step:  # the first step is not timed: it starts threads and touches memory for the first time
                     seconds[threads].append(time.perf_counter() - begin)
         medians = {threads: median(times) for threads, times in seconds.items()}
         candidates = [threads for threads in candidates if medians[threads] <= HOPELESS * min(medians.values())]

@@ -1,4 +1,4 @@
-"""When the stages of an engine's start ended. Never: what they are."""
+"""Records when the stages of an engine's start ended. Never: naming the stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from proa.machine.usage import process_age_s
 
 
 class Timeline:
-    """`marks`: seconds since this process began, by stage, in order."""
+    """`marks`: seconds from this process's begin to the end of each stage, by stage, in order."""
 
     def __init__(self) -> None:
         self.marks: dict[str, float] = {}

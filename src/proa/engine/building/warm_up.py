@@ -1,4 +1,4 @@
-"""Steps tried before the first request. Never: which there are, how kernels are compiled (compiling.py)."""
+"""Runs warm-up steps before the first request. Never: which steps there are, compiling kernels (compiling.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proa.obs.progress import WARMING
 from proa.obs.units import format_duration
 from proa.types import Decision
 
-MOST_S = 15.0  # what is not ready by then is made when it is first needed
+MOST_S = 15.0  # tasks that have not begun by then are left to the steps that first need them
 
 
 def warm_up(
@@ -18,7 +18,8 @@ def warm_up(
     report: Callable[[Loading], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Decision:
-    """Do the tasks one after the other, the most needed first, until the time is over. The row says how far it came."""
+    """Run the tasks, the most needed first, until MOST_S have passed. Returns the start-up table's row with the
+    count."""
     begin, done = clock(), 0
     for task in tasks:
         report(Loading(WARMING, done, len(tasks)))

@@ -13,8 +13,8 @@ from proa.models.spec import Rope
 
 
 class AngleTables:
-    """Angles by position: one table of all positions, or, where they depend on the prompt's length, those of the last
-    step that was filled in."""
+    """cos and sin by position: a fixed table of all positions, or, for dynamic ropes, whose angles depend on the
+    prompt's length, those of the step passed to `fill` last."""
 
     def __init__(self, ropes: Collection[Rope], limits: StepLimits, device: torch.device) -> None:
         every = torch.arange(limits.context_tokens)
@@ -27,10 +27,11 @@ class AngleTables:
 
     @property
     def changing(self) -> bool:
-        """Whether `fill` has anything to do."""
+        """Whether there are dynamic ropes, so that `fill` must be called for each step."""
         return bool(self._changing)
 
     def fill(self, sequences: Sequence[Span]) -> None:
+        """Compute the dynamic ropes' angles for the rows of a step."""
         for rope, place in self._changing.items():
             angles = torch.stack(cos_sin(rope, *positions_of(sequences)))
             place[:, : angles.shape[1]].copy_(angles)

@@ -36,8 +36,8 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities to compute: of tokens[i], as predicted by row `first_row` + i of the step, and of the `top`
-    most likely tokens there. `span`: index of the sequence in the batch."""
+    """Log-probabilities to compute: tokens[i], as predicted by row `first_row` + i of the step, and the `top` most
+    likely tokens there. `span`: index of the sequence in the batch."""
 
     span: int
     first_row: int

@@ -1,4 +1,4 @@
-"""Where the time of steps goes, stage by stage. Never: what the stages do, what is made of the sums."""
+"""Measures the time of steps by stage. Never: the stages' work, reporting."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 
 
 class Stage(enum.IntEnum):
-    """All but PROGRAM is what the engine adds to the model's own time."""
+    """Stages of a step. All but PROGRAM are host overhead beside the model's own time."""
 
-    SCHEDULE = 0  # messages, the plan, taking the results in
-    INPUTS = 1  # telling the model what to compute
+    SCHEDULE = 0  # messages, planning, committing results
+    INPUTS = 1  # writing the step's inputs
     PROGRAM = 2  # the model
     SAMPLE = 3
-    PUBLISH = 4  # telling the frontend
+    PUBLISH = 4  # sending events to the frontend
 
 
 class StepClock:
-    """Seconds spent in each stage, all together: a lap belongs to the stage that it ends."""
+    """Total seconds in each stage. A lap, the time since the last call, counts for the stage that it ends."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * len(Stage)
         self._last = time.perf_counter()
-        self.hidden = False  # while the device has another step to compute: what is done meanwhile adds nothing
+        self.hidden = False  # True while the device computes another step: host time is overlapped, counted as PROGRAM
 
     def start(self) -> None:
-        """What went before belongs to no step."""
+        """Begin a lap now: the time before belongs to no step."""
         self._last = time.perf_counter()
 
     def lap(self, stage: Stage) -> None:
@@ -34,5 +34,5 @@ class StepClock:
         self._last = now
 
     def seconds(self) -> tuple[float, ...]:
-        """Of each stage, in their order."""
+        """Total seconds of each stage, in the order of Stage."""
         return tuple(self._sums)

@@ -1,10 +1,9 @@
-"""Which of the pool's workers take part in a step. Belongs here: trying several numbers of them on the loaded model.
-Never: placing them.
+"""Chooses how many of the pool's workers take part in a step, by trials on the loaded model. Never: pinning them.
 
-A step of few tokens reads weights, and memory is often busy before all cores are; one core may be slower than others,
-or two may be one. So decode is tried with several numbers of workers, on the model's own step: its weights where they
-lie now, its small operations and its waiting are what a buffer read at full speed would not show. Longer steps compute,
-with all workers.
+A step of few tokens is bound by memory bandwidth, which often needs fewer workers than there are cores; a core may be
+slower than others, or share its execution units with an SMT sibling. So decode is timed with several numbers of
+workers, on the model's own step: reading a buffer at full speed would not show the weights' placement, small operations
+and barriers. Longer steps are bound by arithmetic and use all workers.
 """
 
 from __future__ import annotations
@@ -20,24 +19,26 @@ from proa.machine.claims import CpuClaim
 from proa.native.pool import Pool
 from proa.types import Decision
 
-TRIALS_S = 0.25  # for all trials together, beside two steps that tell how long one takes
+TRIALS_S = 0.25  # for all trials together, beside two steps that measure how long one takes
 ROUNDS = 5
-CLEAR = 0.98  # a gain counts where the median of its times is below this part of the best with all workers,
-STEADY = 1.25  # and all workers' own times are no more than this apart: their median from their best,
-DISTURBED = 0.1  # and threads were ready, but had no core, for less than this part of the time
-SAVING = 1.1  # how much longer a step may take to save power
+# Another number than the rule is chosen only if
+CLEAR = 0.98  # its median time is below this fraction of the rule's best time,
+STEADY = 1.25  # the rule's median time is at most this multiple of its best time,
+DISTURBED = 0.1  # and threads were ready to run without a core for at most this fraction of the time.
+SAVING = 1.1  # to save power, a step may take this multiple of the fastest
 
 
 class Crew:
-    """The CPUs of each team that work in steps of few tokens, and in longer ones. The calling thread is one of them."""
+    """The number of workers of each team in steps of few tokens (`few`) and in longer ones (`many`). The calling thread
+    counts as the first worker of the first team."""
 
-    def __init__(self, pool: Pool, everybody: Sequence[int], claim: CpuClaim | None = None) -> None:
-        self._pool, self._claim = pool, claim  # which stands as long as the crew
-        self.few = self.many = tuple(everybody)
+    def __init__(self, pool: Pool, all_workers: Sequence[int], claim: CpuClaim | None = None) -> None:
+        self._pool, self._claim = pool, claim  # the claim is held as long as the crew exists
+        self.few = self.many = tuple(all_workers)
         self._now: tuple[int, ...] = ()
 
     def call(self, *, few: bool) -> None:
-        """Those for the next step work from now on, the others sleep."""
+        """Use the workers for the next step from now on; the others sleep."""
         wanted = self.few if few else self.many
         if wanted != self._now:
             self._pool.use((wanted[0] - 1, *wanted[1:]))
@@ -46,17 +47,18 @@ class Crew:
 
 @dataclass(frozen=True)
 class Trial:
-    """A number of workers and the seconds that they took for the same work, round by round."""
+    """A number of workers and the seconds that they took for the same work, by round."""
 
     workers: int
     seconds: tuple[float, ...]
 
 
 def waited_s() -> float:
-    """Seconds for which threads of this process were ready to run and had no core; 0 where the kernel does not say."""
+    """Thread-seconds in which threads of this process were ready to run without a core; 0 if the kernel does not count
+    them (/proc/self/task/*/schedstat)."""
     waited_ns = 0
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             waited_ns += int((thread / "schedstat").read_text().split()[1])
     return waited_ns / 1e9
 
@@ -70,9 +72,10 @@ def choose_few(
     clock: Callable[[], float] = time.perf_counter,
     waited: Callable[[], float] = waited_s,
 ) -> Decision | None:
-    """Set `crew.few` to the best of `trials`, the first of which is the rule; None if there is nothing to choose.
+    """Set `crew.few` to the best of `trials`, the first of which is the rule (the default). Returns the start-up
+    table's row; None if there are fewer than two trials.
 
-    step(i, share): the first `share` of a step of one token, which differs with i.
+    step(i, share): computes the first `share` of a step of one token, which differs with i.
     """
     if len(trials) < 2:
         return None
@@ -85,14 +88,14 @@ def choose_few(
             step(i, share)
         return clock() - begin
 
-    whole_s = min(seconds_of(trials[0], range(1), 1.0) for _ in range(2))  # the first touches memory
+    whole_s = min(seconds_of(trials[0], range(1), 1.0) for _ in range(2))  # the first one faults in memory
     each_s = TRIALS_S / (ROUNDS * len(trials))
     share, steps = min(1.0, each_s / whole_s), max(1, int(each_s / whole_s))
     seconds: list[list[float]] = [[] for _ in trials]
     waited_before = waited()
-    for turn in range(ROUNDS):  # all in turn, so that what else runs here does not decide
+    for i in range(ROUNDS):  # each round runs all trials, so that other load on the machine affects all of them
         for counts, took in zip(trials, seconds, strict=True):
-            took.append(seconds_of(counts, range(turn * steps, (turn + 1) * steps), share))
+            took.append(seconds_of(counts, range(i * steps, (i + 1) * steps), share))
     wanted_s = sum(sum(counts) * sum(took) for counts, took in zip(trials, seconds, strict=True))
     disturbed = (waited() - waited_before) / wanted_s
     measured = [Trial(sum(c), tuple(s / steps for s in took)) for c, took in zip(trials, seconds, strict=True)]
@@ -100,20 +103,20 @@ def choose_few(
     crew.few = trials[chosen]
     what = "one-token steps" if share == 1 else f"the first {share:.0%} of one-token steps"
     got, rule = measured[chosen].workers, measured[0].workers
-    told = f"{got} of {rule}" if got <= rule else f"{got}: SMT siblings beside the {rule}"
-    return Decision("threads for decode", "auto", told, f"{why}; {what}: {_times(measured)}")
+    shown = f"{got} of {rule}" if got <= rule else f"{got}: SMT siblings beside the {rule}"
+    return Decision("threads for decode", "auto", shown, f"{why}; {what}: {_times(measured)}")
 
 
 def best(trials: Sequence[Trial], *, disturbed: float = 0.0, saving: bool = False) -> tuple[int, str]:
-    """Which trial to follow, and why. The first, unless another is clearly faster and the times can be trusted.
+    """Index of the trial to use, and the reason: the first, unless another is clearly faster and times are reliable.
 
-    `disturbed`: the part of the time for which threads were ready to run and had no core.
+    `disturbed`: fraction of the workers' time in which threads were ready to run without a core.
     """
     rule = min(trials[0].seconds)
     if disturbed > DISTURBED:
-        return 0, f"other programs had these cores for {disturbed:.0%} of the time, so times tell little"
+        return 0, f"other programs used these cores for {disturbed:.0%} of the time, so times are not reliable"
     if median(trials[0].seconds) > STEADY * rule:
-        return 0, "times vary too much to tell"
+        return 0, "times vary too much to compare"
     medians = [median(trial.seconds) for trial in trials]
     faster = [i for i in range(1, len(trials)) if medians[i] < CLEAR * rule]
     chosen = min(faster, key=lambda i: medians[i], default=0)
@@ -122,11 +125,11 @@ def best(trials: Sequence[Trial], *, disturbed: float = 0.0, saving: bool = Fals
         enough = [i for i, trial in enumerate(trials) if median(trial.seconds) <= SAVING * medians[chosen]]
         fewest = min(enough, key=lambda i: trials[i].workers)
         if trials[fewest].workers < trials[chosen].workers:
-            return fewest, "the fewest that lose a tenth at most"
+            return fewest, f"the fewest within {SAVING - 1:.0%} of the fastest"
     return chosen, why
 
 
 def _times(trials: Sequence[Trial]) -> str:
-    """The best time of each, most workers first."""
+    """The best time of each trial as text, most workers first."""
     ordered = sorted(trials, key=lambda trial: -trial.workers)
     return ", ".join(f"{trial.workers} take {min(trial.seconds) * 1e3:.2f} ms" for trial in ordered)

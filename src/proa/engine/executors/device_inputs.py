@@ -1,4 +1,4 @@
-"""What a step's model reads, laid out for a GPU: one pinned block, copied over in one go. Never: launching anything."""
+"""A step's inputs laid out for a GPU: one pinned block, copied in one transfer. Never: launching kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proa.ops.table import DeviceBatch
 
 
 class DeviceInputs:
-    """Room for `rows` rows of `sequences` sequences, on the host and on the device, at addresses that stay.
+    """Buffers for `rows` rows of `sequences` sequences, on the host and on the device, at fixed addresses.
 
     Rows and sequences beyond a step's own are padding: slot -1, length 0, token 0. rows_each: see DeviceBatch.
     """
@@ -35,7 +35,7 @@ class DeviceInputs:
         self.batch = DeviceBatch(rows_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
-        """Put a step in; how many rows it has. Waits for the last copy."""
+        """Write a step to the host buffer; returns its number of rows. Waits for the last `copy` to end."""
         if self._copied is not None:
             self._copied.synchronize()
         row = 0
@@ -51,7 +51,7 @@ class DeviceInputs:
         return row
 
     def copy(self) -> None:
-        """To the device, on the current stream."""
+        """Start the copy to the device on the current stream."""
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -1,6 +1,4 @@
-"""Log-probabilities of rows of logits on a GPU: room, launches, reading the answers. Never: which token is chosen,
-waiting.
-"""
+"""Log-probabilities of rows of logits on a GPU: buffers, launches, reading the results. Never: sampling, waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from proa.types import TokenLogprob
 
 
 class DeviceLogprobs:
-    """For up to `rows` rows of `vocab` logits. What was launched is read before the next launch."""
+    """Serves up to `rows` rows of `vocab` logits. Each launch must be read before the next one."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         pinned, most = device.type == "cuda", min(MOST_LOGPROBS, vocab)
@@ -29,13 +27,13 @@ class DeviceLogprobs:
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(logprobs_keys(rows, vocab, most), dtype=torch.int64, device=device)
         self._ids, self._logprobs = _answers(rows, most, device, pinned=False)
-        host = device if device.type == "meta" else torch.device("cpu")  # a rehearsal's have nothing to be copied
+        host = device if device.type == "meta" else torch.device("cpu")  # meta tensors cannot be copied to the CPU
         self._host_ids, self._host_logprobs = _answers(rows, most, host, pinned=pinned)
         self._number = self._count = 0
 
     def launch(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> None:
-        """Of tokens[row] and of each row's `top` best ones: logits float32 [R, vocab], rows int32 [J], tokens int32 [R]
-        on the device."""
+        """Compute log-probabilities of tokens[row] and of the `top` most likely tokens for each row in `rows`. On the
+        device: logits float32 [R, vocab], rows int32 [J], tokens int32 [R]."""
         self._number, self._count = len(rows), min(top, self._most)
         number, count = self._number, self._count
         num_ids, num_logprobs = number * count, number * (count + 1)
@@ -47,25 +45,26 @@ class DeviceLogprobs:
         self._host_logprobs[:num_logprobs].copy_(self._logprobs[:num_logprobs], non_blocking=True)
 
     def launch_given(self, logits: Tensor, tokens: Sequence[int], top: int) -> None:
-        """Of the first rows of the logits, one for each of these tokens."""
+        """Compute log-probabilities for the first len(tokens) rows of the logits, of tokens[i] in row i."""
         number = len(tokens)
         self._host_tokens[:number] = torch.tensor(tokens, dtype=torch.int32)
         self._tokens[:number].copy_(self._host_tokens[:number], non_blocking=True)
         self.launch(logits, self._rows[:number], self._tokens, top)
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprob]:
-        """After the device has finished: of each row that was launched, its token being known by now."""
+        """The results of the last launch, by row. tokens: the token of each row. Only after the device has finished."""
         number, count = self._number, self._count
         ids = self._host_ids[: number * count].view(number, count).tolist()
-        told = self._host_logprobs[: number * (count + 1)].view(number, count + 1).tolist()
+        scores = self._host_logprobs[: number * (count + 1)].view(number, count + 1).tolist()
         return [
             TokenLogprob(token, own[0], list(zip(best, own[1:], strict=True)))
-            for token, best, own in zip(tokens, ids, told, strict=True)
+            for token, best, own in zip(tokens, ids, scores, strict=True)
         ]
 
 
 def _answers(rows: int, count: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:
-    """Of every row, one after the other: ids of the best tokens; log-probabilities of the given one and of these."""
+    """Flat buffers, row after row: int32 ids of the `count` most likely tokens; float32 log-probabilities of the given
+    token and of these."""
     return (
         torch.zeros(rows * count, dtype=torch.int32, device=device, pin_memory=pinned),
         torch.zeros(rows * (count + 1), device=device, pin_memory=pinned),

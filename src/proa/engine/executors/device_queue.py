@@ -1,7 +1,7 @@
-"""A device's work in launch order: streams, points that the device passes, captured graphs. Never: what is launched.
+"""A device's work in launch order: streams, marks (events), captured graphs. Never: the kernels.
 
-HostQueue is the same for a CPU in the device's place: everything is done when it is launched, so that what an executor
-launches, and in which order, is tested without a GPU.
+HostQueue runs everything on the CPU as soon as it is launched, so that an executor's launches and their order can be
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Mark(Protocol):
     """A point in a queue."""
 
     def wait(self) -> None:
-        """Until the device has passed it."""
+        """Block until the device has passed the mark."""
 
     @property
     def passed(self) -> bool: ...
@@ -31,14 +31,14 @@ class Queue(Protocol):
     device: torch.device
 
     def current(self) -> AbstractContextManager[None]:
-        """What is launched in this context goes to this queue."""
+        """Context in which launches go to this queue."""
 
     def mark(self, *, timed: bool = False) -> Mark:
-        """The end of what was launched so far. timed: for seconds_since."""
+        """A mark after everything launched so far. timed: it can be used with seconds_since."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Capture what `launch` launches; the returned call launches it again. Addresses are baked in: what changes
-        must be read from memory. `launch` has run before, and ended. Called in the context of `current`."""
+        """Capture the launches of `launch`; the returned call replays them. Addresses and scalars are baked in: what
+        changes must be read from memory. `launch` must have run to its end before. Call in the context of `current`."""
 
     def finish(self) -> None:
         """Wait until everything launched so far has ended."""
@@ -48,10 +48,10 @@ class Queue(Protocol):
 
 
 class CudaQueue:
-    """One CUDA stream. Graphs share one memory pool, so each may overwrite what another one left in it."""
+    """One CUDA stream. Its graphs share one memory pool, so each replay may overwrite other graphs' results there."""
 
     def __init__(self, device: torch.device, *, sleeps: bool = False) -> None:
-        """sleeps: a waiting thread leaves its CPU to others, and returns a little later."""
+        """sleeps: a waiting thread blocks instead of spinning, which frees its CPU and returns a little later."""
         self.device, self._sleeps = device, sleeps
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -97,7 +97,7 @@ class CudaMark:
 
 
 class HostQueue:
-    """Launching computes at once, on the calling thread."""
+    """Computes on the calling thread as soon as work is launched."""
 
     device = torch.device("cpu")
 

@@ -1,9 +1,9 @@
-"""The next token of each row and what is to be said of it, on a GPU: what the kernels need is copied there while the
-model still computes. Belongs here: buffers, launches, reading the answers. Never: the model, waiting.
+"""Samples the next token of each row, with its log-probabilities, on a GPU; the kernels' inputs are copied there while
+the model still computes. Belongs here: buffers, launches, reading the results. Never: the model, waiting.
 
-All that sampling/ does is done here, but for two kinds of rows, which the CPU draws from their logits as it would
-without a GPU: those that change more logits than there is room for, and those whose cut keeps more than MOST_KEPT
-candidates (a nearly flat distribution), which only the device finds out.
+It does all that sampling/ does but for two kinds of rows, which the CPU samples from their logits as without a GPU:
+rows with more logit edits than there is room for, and rows in which more than MOST_KEPT candidates remain after top-k,
+top-p and min-p (a nearly flat distribution), which only the device finds out.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from proa.types import Sampling, TokenLogprob
 
 
 class DeviceSampler:
-    """For up to `rows` rows of `vocab` logits. One step after the other; all calls on the stream of the model."""
+    """Serves up to `rows` rows of `vocab` logits. A launch must be read before the next; all on the model's stream."""
 
     def __init__(
         self, rows: int, vocab: int, device: torch.device, logprobs: DeviceLogprobs, most_edits: int = MOST_EDITS
     ) -> None:
-        """logprobs: for as many rows; others may use it between steps."""
+        """logprobs: for at least `rows` rows; may be used elsewhere between steps."""
         pinned = device.type == "cuda"
         self._logprobs = logprobs
         self._space = Space(rows, vocab, min(MOST_KEPT, vocab), device)
@@ -39,12 +39,12 @@ class DeviceSampler:
         self._saved = torch.zeros(most_edits, device=device)
         self._tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
-        self._explained: list[int] = []  # rows of this step whose log-probabilities are asked
-        self._left: set[int] = set()  # rows of this step that do not fit
+        self._explained: list[int] = []  # rows of this step with log-probabilities
+        self._left: set[int] = set()  # rows of this step whose edits do not fit: the CPU samples them
 
     def launch(self, logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-        """Replace tokens int32 [R], each row's best or -1, by what the requests draw from logits float32 [R, vocab].
-        The last step has been read."""
+        """Sample from logits float32 [R, vocab] into tokens int32 [R], which holds each row's argmax, -1 if non-finite.
+        The last step must have been read."""
         self._fill_edits(rows)
         drawn = [i for i, row in enumerate(rows) if not row.takes_argmax and i not in self._left]
         self._explained = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
@@ -64,7 +64,8 @@ class DeviceSampler:
             self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
 
     def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[SampledToken]:
-        """After the device has finished: `tokens` as it left them. logits are looked at for rows that the CPU draws."""
+        """The step's results. tokens: as the device left them. logits: read only for rows that the CPU samples. Only
+        after the device has finished."""
         choices = [SampledToken(token) for token in tokens]
         if self._explained:
             for i, told in zip(self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True):
@@ -81,12 +82,13 @@ class DeviceSampler:
         return choices
 
     def warm_up(self, logits: Tensor, tokens: Tensor) -> None:
-        """Launch every kernel once, so that it is compiled and loaded; what it computes means nothing."""
+        """Launch every kernel once, so that it is compiled and loaded; the results are meaningless."""
         asked = Sampling(max_tokens=1, temperature=1.0, top_p=0.5, repetition_penalty=2.0, logprobs=1)
         self.launch(logits, tokens, [Row(asked, [0], 1)])
 
     def _fill_edits(self, rows: Sequence[Row]) -> None:
-        """Tallies of requests that are not in this step are made again if they come back."""
+        """Write the rows' logit edits to the host buffer. Only tallies of this step's requests are kept; others are
+        rebuilt when their requests return."""
         tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
         self._left = set()
@@ -107,10 +109,10 @@ class DeviceSampler:
 
 
 class _Inputs:
-    """What the requests want, as columns: one pinned block, copied over in one go."""
+    """Sampling parameters of the rows, as columns: one pinned block, copied in one transfer."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        rows = -(-rows // 4) * 4  # every column begins at a multiple of 16 bytes: no kernel is compiled twice
+        rows = -(-rows // 4) * 4  # columns begin at multiples of 16 bytes: Triton compiles other alignments separately
         nbytes = rows * (4 * 8 + 5 * 4)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)

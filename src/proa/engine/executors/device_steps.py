@@ -1,5 +1,5 @@
-"""What a step launches on a device, over buffers that stay: the model, its head, what is drawn. Belongs here: nothing
-that a graph, a stream or a request adds, so that the same launches can be rehearsed without a GPU (rehearsal.py).
+"""A step's launches on a device, over fixed buffers: model, head, sampling. Never: graphs, streams, requests, so that
+rehearsal.py can make the same launches without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Angles(Protocol):
 
 
 class DeviceSteps:
-    """`inputs`: of steps that are no graphs. logits float32, best int32: of the rows that were scored last."""
+    """inputs: those of steps launched op by op. hidden bfloat16 [rows, hidden]: after the last block. logits float32
+    [head rows, vocab], best int32 [head rows]: of the rows scored last."""
 
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, angles: Angles, device: torch.device,
@@ -45,22 +46,22 @@ class DeviceSteps:
         self.sampler = DeviceSampler(min(limits.sequences, limits.rows), vocab, device, self.logprobs)
 
     def decode_inputs(self, bucket: int, rows_each: int) -> DeviceInputs:
-        """Inputs of steps of up to `bucket` sequences with `rows_each` rows each."""
+        """New inputs for steps of up to `bucket` sequences with `rows_each` rows each."""
         rows = bucket * rows_each
         return DeviceInputs(rows, bucket, self._most_pages, rows_each=rows_each, device=self._device)
 
     def step(self, inputs: DeviceInputs, rows: int) -> tuple[Tensor, Step]:
-        """The tokens of the first rows, and what the model is called with beside them."""
+        """The model's arguments for the first `rows` rows of the inputs."""
         batch = AttentionBatch((), (), (), inputs.slots[:rows], inputs.batch)
         return inputs.tokens[:rows], Step(batch, self._angles.of(inputs.positions[:rows]), self._caches)
 
     def run(self, inputs: DeviceInputs, rows: int) -> None:
-        """hidden[:rows] = what the model makes of the inputs' first rows."""
+        """Compute hidden[:rows] from the first `rows` rows of the inputs."""
         tokens, step = self.step(inputs, rows)
         self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
 
     def run_head(self, rows: int) -> None:
-        """Of the first rows named in `scored`: logits, and the best token of each."""
+        """Compute logits[:rows] and their argmax best[:rows] for the rows scored[:rows] of `hidden`."""
         logits = self._model.logits(self.hidden.index_select(0, self.scored[:rows]))
         self.logits[:rows].copy_(logits)
         self.best[:rows].copy_(self._model.argmax(logits))

@@ -32,7 +32,7 @@ from proa.types import TokenLogprob
 
 @dataclass
 class EagerStep:
-    """hidden: [T, hidden] behind the last block. choices: of the rows of the sampled `spans`."""
+    """hidden: [T, hidden] after the last block. choices: one for each row of the sampled `spans`."""
 
     batch: StepBatch
     hidden: Tensor
@@ -51,7 +51,7 @@ class EagerExecutor:
         self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None,
         *, overlap: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """overlap: steps of decode may follow a step whose results were not taken, as on a GPU. Not faster here."""
+        """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here."""
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
@@ -99,7 +99,7 @@ class EagerExecutor:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """CPU workers answer the jobs of what is computed meanwhile."""
+        """Context in which CPU workers answer the jobs of the step that is computed."""
         self._session.begin()
         try:
             yield
@@ -182,7 +182,7 @@ class EagerExecutor:
 
 
 def _continued(spans: Sequence[Span], tokens: Sequence[int]) -> list[Span]:
-    """These spans with the tokens that only the device knew when they were planned."""
+    """The spans with their tokens filled in, which were not known when they were planned."""
     if len(tokens) != len(spans):
-        raise ValueError(f"{len(spans)} sequences cannot follow {len(tokens)}")
+        raise ValueError(f"a step that follows must continue all {len(tokens)} sampled spans, but has {len(spans)}")
     return [msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(spans, tokens, strict=True)]

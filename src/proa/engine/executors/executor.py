@@ -27,7 +27,8 @@ from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
-# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
+# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic, so each kind has its own
+# number of threads.
 FEW_TOKENS = 8
 
 S = TypeVar("S")
@@ -90,7 +91,8 @@ class Executor(Protocol[S]):
 def step_result(
     batch: StepBatch, sampled: Sequence[int], choices: Sequence[SampledToken], faults: dict[int, str]
 ) -> StepResult:
-    """choices: of each of batch.rows_of(sampled). faults: spans whose hidden states are NaN or infinite, and why."""
+    """Collect a step's results by span. choices: one for each of batch.rows_of(sampled). faults: spans whose hidden
+    states are NaN or infinite, and why."""
     result, rows = StepResult(), iter(choices)
     for span in sampled:
         own = [next(rows) for _ in range(1 + batch.spans[span].num_drafts)]
@@ -116,7 +118,7 @@ def _take(result: StepResult, span: int, choices: Sequence[SampledToken]) -> Non
 def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledToken]:
     """The sampled tokens up to the first that differs from the draft at its place, that one included.
 
-    Lossless: each row is sampled as it would be without drafts, and the rows behind a rejected draft are discarded.
+    Lossless: each row is sampled as it would be without drafts, and the rows after a rejected draft are discarded.
     """
     drafts = span.tokens[len(span.tokens) - span.num_drafts :]
     for count, (draft, choice) in enumerate(zip(drafts, choices, strict=False), 1):
@@ -129,7 +131,8 @@ def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledTok
 def prompt_logprobs(
     batch: StepBatch, score: Callable[[Sequence[int], Sequence[int], int], list[TokenLogprob]]
 ) -> dict[int, list[TokenLogprob]]:
-    """By span. score(rows, tokens, top): log-probabilities of a token after each of up to SCORED_ROWS rows."""
+    """Log-probabilities of prompt tokens, by span. score(rows, tokens, top): those of one token after each of up to
+    SCORED_ROWS rows."""
     found: dict[int, list[TokenLogprob]] = {}
     for asked in batch.prompt_logprobs:
         scores = found.setdefault(asked.span, [])
@@ -141,7 +144,7 @@ def prompt_logprobs(
 
 
 def unfinished(parts: P | None) -> P:
-    """Raises ValueError for a step that was launched as a whole."""
+    """The parts of a step launched with in_parts. Raises ValueError for a step that was launched as a whole."""
     if parts is None:
-        raise ValueError("this step was not launched in parts")
+        raise ValueError("only a step launched with in_parts=True can be advanced, but this one was launched whole")
     return parts

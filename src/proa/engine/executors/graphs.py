@@ -49,7 +49,8 @@ class _Captured:
 
 @dataclass(eq=False)
 class GraphStep:
-    """graph: None for steps launched op by op. rows: sampled ones, in the order of `spans`. done: behind the head."""
+    """graph: None for steps launched op by op. rows: the sampled ones, in the order of `spans`. done: a mark after the
+    head."""
 
     batch: StepBatch
     health: Health
@@ -59,8 +60,8 @@ class GraphStep:
     rows: Sequence[int] = ()
     wishes: Sequence[Row] = ()
     done: Mark | None = None
-    num_launched: int = 0  # of the session, up to `done`
-    next_step: GraphStep | None = None  # launched behind it, before its tokens were read
+    num_launched: int = 0  # the session's number of launches at `done`
+    next_step: GraphStep | None = None  # launched after it, before its tokens were read
 
 
 class GraphExecutor:
@@ -86,7 +87,7 @@ class GraphExecutor:
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
         self._unfinished: GraphStep | None = None  # the step in parts
-        self._late: set[str] = set()  # requests of the last steps of which the CPU sampled a token
+        self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
         self._timer = StepTimer(queue)
         queue.finish_device()  # weights, caches and buffers were filled outside this queue
 
@@ -143,7 +144,7 @@ class GraphExecutor:
         return step
 
     def _rows_each(self, batch: StepBatch) -> int:
-        """Rows of each sequence, if the step is one of decode, which has a graph; else 0."""
+        """Rows per sequence if the step is decode, which runs as a graph; else 0."""
         first = batch.spans[0]
         if self._deterministic:
             return 0 if first.in_prompt else 1
@@ -162,11 +163,13 @@ class GraphExecutor:
         self._session.launched()
 
     def _follow(self, step: GraphStep, after: GraphStep) -> None:
-        """Tokens are copied on the device from where `after` samples them. The graph stays that of `after`, with more
-        padding where sequences have ended."""
+        """Launch a step whose tokens are copied on the device from the results of `after`. It replays the graph of
+        `after`, with more padding if sequences have ended."""
         count, captured = len(step.batch.spans), after.graph
         if captured is None or count != len(after.spans):
-            raise ValueError(f"{count} sequences cannot follow {len(after.spans)}")
+            raise ValueError(
+                f"a step that follows must continue all {len(after.spans)} spans sampled by a graph, but has {count}"
+            )
         captured.inputs.fill(step.batch.spans, self._limits.page_tokens)
         after.next_step, step.graph = step, captured
         self._begin()
@@ -185,11 +188,11 @@ class GraphExecutor:
         self._session.launched()
 
     def _launch_in_parts(self, step: GraphStep) -> None:
-        """Steps between its parts are graphs, which do not use the inputs of other steps."""
+        """Write the step's inputs, which stay untouched: the steps between its parts are graphs with their own."""
         rows = self._fill(self._on.inputs, step.batch.spans)
         self._on.inputs.copy()
         tokens, inputs = self._on.step(self._on.inputs, rows)
-        # Dynamic angles of other steps are written to the same place.
+        # Other steps overwrite the buffers of dynamic angles.
         angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
         step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles), self._on.kept)
         self._unfinished = step
@@ -210,7 +213,7 @@ class GraphExecutor:
         return parts.done
 
     def _fill(self, inputs: DeviceInputs, spans: Sequence[Span]) -> int:
-        """Returns the number of rows."""
+        """Write the step's inputs and angles on the host. Returns the number of rows."""
         rows = inputs.fill(spans, self._limits.page_tokens)
         self._angles.fill(spans)
         self.clock.lap(Stage.INPUTS)
@@ -221,7 +224,7 @@ class GraphExecutor:
             copy_states(self._caches, slots)
 
     def _capture(self, bucket: int, rows_each: int) -> _Captured:
-        """The graph of a step of `bucket` sequences. Its inputs are padding until they are filled."""
+        """Capture the decode graph of `bucket` sequences. Its inputs are padding until they are filled."""
         inputs = self._on.decode_inputs(bucket, rows_each)
         inputs.fill((), self._limits.page_tokens)
         inputs.copy()
@@ -263,7 +266,7 @@ class GraphExecutor:
         self.clock.lap(Stage.PROGRAM)
 
     def _launch_head(self, rows: Sequence[int], wishes: Sequence[Row]) -> None:
-        """Score these rows. wishes: how each is sampled; none: argmax of each."""
+        """Compute logits of these rows and sample them. wishes: how each is sampled; empty: argmax of each."""
         count = len(rows)
         if not count:
             return
@@ -279,9 +282,9 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def wait(self, step: GraphStep) -> StepResult:
-        """Waits for the step's own end, not for what was launched behind it."""
+        """See Executor. Waits for the step's own end, not for launches after it."""
         if step.done is None:
-            raise ValueError("a step is sampled before it is waited for")
+            raise ValueError("wait() needs a step that was sampled: call sample() first, also for a step with no spans")
         step.done.wait()
         self._session.end_until(step.num_launched)
         with self._queue.current():
@@ -320,7 +323,8 @@ class GraphExecutor:
         return self._on.logprobs.read(tokens)
 
     def can_follow(self, step: GraphStep) -> bool:
-        """A request of which the CPU sampled a token may need that again, so what followed would be discarded."""
+        """See Executor. Not if the CPU sampled a token for one of the requests lately: it may need to do so again, and
+        the step that followed would be discarded."""
         if step.graph is None or self._angles.changing or self._session.num_in_flight != 1:
             return False
         self._late &= {row.request for row in step.wishes}
@@ -358,7 +362,7 @@ class GraphExecutor:
         self._session.begin()
 
     def _settle(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launches and end their sessions."""
         if self._session.num_in_flight:
             self._queue.finish()
             self._session.end_until(self._session.num_launched)
@@ -371,7 +375,7 @@ def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
 
 
 def warm_rows(most: int) -> list[int]:
-    """Numbers of prefill rows which together launch every kernel for up to `most` rows: kernels change at powers of
-    two, and are compiled once more for numbers that are multiples of 16."""
+    """Numbers of prefill rows that together launch every kernel for up to `most` rows: kernels change at powers of two,
+    and Triton compiles multiples of 16 separately."""
     powers = [1 << i for i in range(1, most.bit_length())]
     return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

@@ -1,4 +1,4 @@
-"""The pages of a step's sequences as one table that kernels read. Never: which page is whose."""
+"""The page table of a step's sequences, as kernels read it. Never: allocating pages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from proa.engine.executors.row_numbers import ints
 
 
 class PageTable:
-    """int32 [sequences, most pages] in RAM, written in place: kernels know its address."""
+    """int32 [sequences, most pages] in RAM, written in place at an address that kernels keep."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = [ints(row) for row in rows]
-        self._pages: list[Sequence[int]] = [()] * len(rows)  # whose beginning stands there,
-        self._counts = [0] * len(rows)  # so many of them
+        self._pages: list[Sequence[int]] = [()] * len(rows)  # the list written to each row,
+        self._counts = [0] * len(rows)  # and how many of its pages
 
     def set(self, i: int, pages: Sequence[int]) -> None:
-        """The list itself is remembered: it may grow, but what is in it must not change."""
+        """Write a sequence's pages to row i. The list is kept by reference and only its new entries are written the
+        next time: it may grow, but its existing entries must not change."""
         if pages is not self._pages[i]:
             self._pages[i], self._counts[i] = pages, 0
         for page in range(self._counts[i], len(pages)):

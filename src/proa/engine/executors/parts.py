@@ -1,4 +1,4 @@
-"""A step computed a few blocks at a time. Never: when, how many."""
+"""Computes a step a few blocks at a time. Never: choosing how many."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from proa.layers.step import Step
 
 
 class BlockByBlock:
-    """A forward pass of `model` that stops behind any block."""
+    """A forward pass of `model` that can pause after any block."""
 
     def __init__(
         self, model: Decoder, batch: StepBatch, tokens: Tensor, step: Step, kept: Mapping[int, Tensor]
     ) -> None:  # fmt: skip
-        """kept: by block, where its output is copied to."""
+        """kept: block -> buffer that its output is copied to."""
         self.batch, self._kept, self._num_blocks = batch, kept, len(model.blocks)
-        self.hidden = tokens.new_empty(0)  # [T, hidden] behind the last computed block
+        self.hidden = tokens.new_empty(0)  # [T, hidden] after the last computed block
         self._blocks, self._left = model.by_blocks(tokens, step), len(model.blocks)
 
     @property
@@ -27,7 +27,7 @@ class BlockByBlock:
         return self._left == 0
 
     def advance(self, blocks: int) -> int:
-        """Compute up to `blocks` more. Returns how many were left to compute."""
+        """Compute up to `blocks` more blocks. Returns how many were computed."""
         count = min(blocks, self._left)
         for _ in range(count):
             self.hidden = next(self._blocks)

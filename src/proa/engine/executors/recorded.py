@@ -1,5 +1,5 @@
-"""Executes steps by replaying native ops that were recorded once. Belongs here: writing a step's inputs to where the
-program reads them. Never: requests."""
+"""Executes steps by replaying native ops that were recorded once. Belongs here: writing a step's inputs into the
+program's buffers. Never: requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ KEPT_POSITIONS = 1 << 15
 
 
 class _Parts:
-    """A step in parts. Whole steps between its parts overwrite the first rows of the shared activation buffers, which
-    are saved before and restored behind them."""
+    """A step in parts. Whole steps between its parts overwrite the first rows of the shared activation buffers, so
+    these are saved before and restored after such steps."""
 
     def __init__(self) -> None:
         self.num_blocks = 0  # computed
@@ -56,8 +56,8 @@ class _Parts:
 
 @dataclass
 class RecordedStep:
-    """Its hidden states lie in the program's buffer until the next launch. choices: of the rows of the sampled
-    `spans`."""
+    """A launched step, whose hidden states lie in the program's buffer until the next launch. choices: one for each row
+    of the sampled `spans`."""
 
     batch: StepBatch
     began_s: float
@@ -110,7 +110,7 @@ class RecordedExecutor:
             self._logits = model.logits(recorder.take(hidden, scored))
             self._best = ints(model.argmax(self._logits))
         self._scored = ints(scored)
-        self._scored_rows: Sequence[int] = ()  # of the step computed last, whose logits are there
+        self._scored_rows: Sequence[int] = ()  # rows of the step computed last whose logits are computed
         self._scored_logits = self._logits[:0]
         self._end = len(self._program)
         self._unfinished: RecordedStep | None = None  # the step in parts
@@ -176,7 +176,7 @@ class RecordedExecutor:
             step.parts.restore(self._live)
             self._unfinished, self._scored_rows = None, ()
             if self._deterministic:
-                self._program.set_regime(Regime.PROMPT)  # steps between the parts were decode
+                self._program.set_regime(Regime.PROMPT)  # decode steps between the parts changed it
         step.spans = spans
         if spans:
             logits = self._score(step.batch.rows_of(spans))
@@ -251,7 +251,7 @@ class RecordedExecutor:
 
 
 def _num_pages(caches: Sequence[LayerCache]) -> int:
-    """Of the layers that have pages, all as many; 1 where none has, and the table is read by nobody."""
+    """Number of KV pages, the same in every layer that has pages; 1 if none has, because no kernel reads the table."""
     for cache in caches:
         if isinstance(cache, KvPages):
             return len(cache.keys)
@@ -261,17 +261,18 @@ def _num_pages(caches: Sequence[LayerCache]) -> int:
 
 
 def _numbers(recorder: Recorder, count: int) -> Tensor:
-    """int64 [count] that the program reads."""
+    """A zeroed int64 [count] buffer that the program reads."""
     return recorder.keep(torch.zeros(count, dtype=torch.int64))
 
 
 def _is_kept(rope: Rope, context_tokens: int) -> bool:
-    """Whether the angles of all positions are computed at start: they are fixed and few."""
+    """Whether the angles of all positions are computed at start: if they are fixed and the context is short enough."""
     return not rope.dynamic and context_tokens <= KEPT_POSITIONS
 
 
 def _angles(rope: Rope, positions: Tensor, context_tokens: int, recorder: Recorder) -> tuple[Tensor, Tensor]:
-    """cos and sin of a step's rows: taken by the program from those of all positions, or to be filled in."""
+    """Buffers of cos and sin of a step's rows: gathered by the program from those of all positions, or written before
+    each step."""
     if _is_kept(rope, context_tokens):
         every = torch.arange(context_tokens)
         cos, sin = cos_sin(rope, every, every + 1)

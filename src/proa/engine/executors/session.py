@@ -1,4 +1,4 @@
-"""What must hold while a device computes a step: for models that CPU workers share, that they listen."""
+"""The interface to the CPU work that accompanies a step on a device: workers answer its jobs. Never: transports."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 
 
 class Session(Protocol):
+    """An executor calls begin and end once for each launch of a step or of a part of one."""
+
     def begin(self) -> None:
-        """A step is about to be launched on the current stream. Others may be under way: each has an `end` of its own,
-        and they end in order."""
+        """Call before launching a step on the current stream. Several steps may be in flight: each needs its own `end`,
+        in the order of launches."""
 
     def launched(self) -> None:
-        """It has been launched: the device may be at it for a while."""
+        """Call after the launch: the session may use the time while the device computes."""
 
     def end(self) -> None:
-        """The device has finished it. Raises NumericsError, once, for sums that are not finite, and whatever else went
-        wrong in it."""
+        """Call when the device has finished the oldest step. Raises NumericsError, once, for sums that are not finite,
+        and any other error of the CPU's work for the step."""
 
     def faults(self, rows: int) -> Sequence[Fault]:
-        """Of `rows` rows of the steps since the last call, those that were not finite: one of each, the first first."""
+        """The first fault (NaN or infinity) of each of the first `rows` rows that has one, in the steps since the last
+        call."""
 
     def in_parts(self) -> AbstractContextManager[None]:
-        """What is launched meanwhile, and `faults`, are of a step that is computed in parts, with others between."""
+        """Context in which launches and `faults` are those of a step in parts, with other steps between its parts."""
 
     def counters(self) -> Counters:
-        """What the CPU did for the device so far."""
+        """Counters of the CPU's work for the device so far."""
 
 
 class NoSession:
-    """The device needs nobody."""
+    """Session of a device that computes everything itself."""
 
     def begin(self) -> None:
         pass

@@ -19,13 +19,14 @@ class StepTimer:
         self._begun = self._queue.mark(timed=True)
 
     def end(self, num_blocks: int = 0) -> None:
-        """What was begun is launched: so many blocks of a step in parts, or (0) a whole step. Without `begin`: no
-        time."""
+        """End the time of a launch: num_blocks blocks of a step in parts, or a whole step (0). Without a `begin` before
+        it, does nothing."""
         if self._begun is not None:
             self._pending.append((self._begun, self._queue.mark(timed=True), num_blocks))
             self._begun = None
 
     def pace(self) -> Pace:
+        """The latest durations, of launches that the device has finished."""
         while self._pending and self._pending[0][1].passed:
             before, behind, num_blocks = self._pending.pop(0)
             seconds = behind.seconds_since(before)

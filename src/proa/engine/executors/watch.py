@@ -1,7 +1,7 @@
-"""Which sequences of a step became NaN or infinite, and in which layer that began. Never: ending requests.
+"""Finds the sequences of a step that became NaN or infinite, and the layer where that began. Never: ending requests.
 
-The device notes faults by row, for all steps since they were last read. With a step in flight behind the one waited
-for, a fault may belong to either: a sequence fails only when its own logits are non-finite.
+The device notes faults by row, for all steps since they were last read. With a step in flight after the one waited for,
+a fault may belong to either: a sequence fails only when its own logits are non-finite.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _SOMEWHERE = "The hidden states were not finite."
 
 @dataclass
 class Health:
-    """What is known about the values of a launched step before its own logits are read.
+    """Facts about the values of a launched step, known before its own logits are read.
 
-    followed: it was launched behind another step, and only rows that still count are scored. doubtful: a row that was
-    non-finite in the step before is computed here again. early: faults that were read with the step before it.
+    followed: it was launched after another step whose results were not read, and only rows that still count are scored.
+    doubtful: the step before it had a non-finite row, which may be computed here again. early: faults that were read
+    with the step before it.
     """
 
     followed: bool = False
@@ -35,13 +36,13 @@ class Health:
 
 
 class WatchedSession:
-    """A session whose NumericsErrors are kept: they concern some rows of the step, which `faults_of` finds."""
+    """A session that keeps NumericsErrors instead of raising them: `faults_of` finds the rows that they concern."""
 
     def __init__(self, session: Session, spec: Model) -> None:
         self._session = session
         self._blocks = [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
-        self._complaint = ""
-        self.num_launched = 0  # begun
+        self._cpu_error = ""
+        self.num_launched = 0  # number of begin() calls
         self._num_ended = 0
 
     def begin(self) -> None:
@@ -68,18 +69,18 @@ class WatchedSession:
             try:
                 self._session.end()
             except NumericsError as error:
-                self._complaint = error.message
+                self._cpu_error = error.message
 
     def faults_of(
         self, spans: Sequence[Span], health: Health, bad: Collection[int], *, all_scored: bool,
         next_step: tuple[Sequence[Span], Health] | None,
     ) -> dict[int, str]:  # fmt: skip
-        """Why spans of a finished step are not finite, by index. bad: rows whose logits are not. all_scored: every row
-        that still counts was scored, so that NaN anywhere would have reached `bad`. next_step: the step in flight
-        behind it, if there is one; it learns what was read here and is not about this step."""
+        """The faults of a finished step by index of the span. bad: rows whose logits are not finite. all_scored: every
+        row that still counts was scored, so any NaN would have reached `bad`. next_step: the step in flight after it,
+        if any; faults read here that are not of this step are put into its Health."""
         found, health.early = health.early, {}
         look = bool(bad) or health.doubtful or not all_scored
-        if look or self._complaint:
+        if look or self._cpu_error:
             found = self.read(spans, look=look) | found
         if next_step is not None:
             next_step[1].doubtful = bool(bad)
@@ -87,39 +88,40 @@ class WatchedSession:
             return found
         if next_step is not None:
             if len(next_step[0]) < len(spans):
-                return {}  # rows have moved up: a fault may be of either step
+                return {}  # rows have moved up: a fault's row number may be of either step
             next_step[1].early = {i: why for i, why in found.items() if i not in bad}
         return {i: why for i, why in found.items() if i in bad}
 
     def read(self, spans: Sequence[Span], *, look: bool) -> dict[int, str]:
         """Faults of all steps since the last call, by index of the span whose row they are at.
 
-        look: read the device's notes even without a complaint of the CPU. A complaint without notes concerns all spans.
+        look: read the device's notes even if the CPU raised no NumericsError. Its error without notes concerns all
+        spans.
         """
-        complaint, self._complaint = self._complaint, ""
-        if not (complaint or look):
+        cpu_error, self._cpu_error = self._cpu_error, ""
+        if not (cpu_error or look):
             return {}
         ends = list(itertools.accumulate(len(s.tokens) for s in spans))
         found: dict[int, str] = {}
         for fault in self._session.faults(ends[-1]):
-            found.setdefault(_span_at(ends, fault.row), self._told(fault))
-        return found if found or not complaint else dict.fromkeys(range(len(spans)), complaint)
+            found.setdefault(_span_at(ends, fault.row), self._describe(fault))
+        return found if found or not cpu_error else dict.fromkeys(range(len(spans)), cpu_error)
 
     def faults_between(self, spans: Sequence[Span], bad: Collection[int]) -> dict[int, str]:
-        """Faults of a step computed while another one is unfinished in parts: complaints may be of either, so only
-        `bad` rows, known to be non-finite, count."""
+        """Faults of a step computed while a step in parts is unfinished: notes may be of either, so only the `bad`
+        rows, which are known to be non-finite, count."""
         if not bad:
             return {}
         ends = list(itertools.accumulate(len(s.tokens) for s in spans))
-        told = {fault.row: self._told(fault) for fault in self._session.faults(ends[-1])}
+        reasons = {fault.row: self._describe(fault) for fault in self._session.faults(ends[-1])}
         found: dict[int, str] = {}
-        for row in sorted(bad, key=lambda row: (row not in told, row)):
-            found.setdefault(_span_at(ends, row), told.get(row, _SOMEWHERE))
+        for row in sorted(bad, key=lambda row: (row not in reasons, row)):
+            found.setdefault(_span_at(ends, row), reasons.get(row, _SOMEWHERE))
         return found
 
     def faults_in_parts(self, spans: Sequence[Span], bad: Collection[int]) -> dict[int, str]:
         """Faults of the step in parts, all of which have ended."""
-        self._complaint = ""
+        self._cpu_error = ""
         with self._session.in_parts():
             return self.faults_between(spans, bad)
 
@@ -127,7 +129,7 @@ class WatchedSession:
         """Discard the notes about a step in parts that was cancelled."""
         self.faults_in_parts(spans, range(sum(len(s.tokens) for s in spans)))
 
-    def _told(self, fault: Fault) -> str:
+    def _describe(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."
 
 

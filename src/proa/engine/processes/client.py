@@ -1,4 +1,4 @@
-"""The frontend's side of an engine process. Belongs here: spawning, messages, what its death means. Never: HTTP."""
+"""The frontend's side of an engine process: spawning it, its messages, its exit code. Never: HTTP."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
 CLOSE_SECONDS = 5.0
-LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its way when its exit is seen
+LAST_MESSAGE_SECONDS = 0.5  # wait after the process exits: its Failed message may still be in the socket
 
 
 class EngineClient:
-    """An engine process and the conversation with it (an EngineHandle)."""
+    """An EngineHandle whose engine is a child process."""
 
     def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, own_thread: bool = False) -> None:
         self.state: EngineState = "loading"
@@ -56,8 +56,8 @@ class EngineClient:
 
     @classmethod
     async def launch(cls, plan: Plan, *, own_thread: bool = False) -> EngineClient:
-        """Start the process and return at once; it loads meanwhile. own_thread: nobody else's is the event loop's
-        thread, so that it may keep off the engine's CPU while requests run."""
+        """Start the process and return without waiting for the model. own_thread: the event loop's thread belongs to
+        this client alone, so its CPU affinity may be changed while requests run (see Aside)."""
         mine, its = socket.socketpair()
         _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
         try:
@@ -155,24 +155,24 @@ class EngineClient:
 
     async def _watch(self) -> None:
         code = await self._process.wait()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(LAST_MESSAGE_SECONDS)
         if self.state in ("loading", "ready"):
-            self._stop("failed", EngineDead(*_obituary(code)))
+            self._stop("failed", EngineDead(*_explain_exit(code)))
 
     def _stop(self, state: EngineState, failure: ProaError, finish: bool = False) -> None:
-        """Nothing more will come: tell everybody who waits."""
+        """End all streams and wait_ready() with `failure`; finish: end streams with an "abort" event instead."""
         self.state, self.failure = state, failure
         if not self._ready.done():
             self._ready.set_exception(failure)
-            self._ready.exception()  # asked for once, so that nobody waiting is not an error
+            self._ready.exception()  # marks it as retrieved: asyncio logs no error if wait_ready() was never called
         for request_id, events in self._streams.items():
             events.put_nowait(TokenEvent(id=request_id, finish="abort") if finish else failure.again())
 
 
-def _obituary(code: int) -> tuple[str, str]:
-    """What an exit code means, and what to do."""
+def _explain_exit(code: int) -> tuple[str, str]:
+    """Message and remedy for the engine process's exit code."""
     if code >= 0:
-        return f"The engine process ended with exit code {code}.", "Its last words stand above in the log."
+        return f"The engine process ended with exit code {code}.", "See its last lines in the log above."
     name = f"signal {-code}"
     with contextlib.suppress(ValueError):
         name = signal.Signals(-code).name

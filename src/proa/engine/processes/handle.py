@@ -1,4 +1,4 @@
-"""What a frontend may ask of an engine. engine/processes/client.py speaks to a real engine process; tests use fakes."""
+"""The interface of an engine to a frontend. engine/processes/client.py implements it; tests use fakes."""
 
 from __future__ import annotations
 

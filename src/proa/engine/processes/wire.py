@@ -1,7 +1,7 @@
-"""Both ends of the socket between the frontend and its engine: frames of bytes, one a message. Never: what they mean.
+"""Both ends of the socket between the frontend and its engine: one frame of bytes per message. Never: encodings.
 
-A pair of sockets that the child inherits, and nothing in between: no thread to wake, no name in the file system, nobody
-else who could connect. When either process is gone the other's end says so.
+The engine process inherits one end of a socketpair: no I/O thread between them, no name in the file system, no other
+process can connect. When one process ends, the other reads end-of-file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proa.errors import NativeError
 from proa.native.outbox import Outbox
 from proa.native.pool import Pool
 
-SIZE_BYTES = 4  # in front of each frame: how long it is, little-endian
+SIZE_BYTES = 4  # the frame's length in bytes, little-endian, before each frame
 
 
 class Frames:
-    """Pieces of a stream in, whole frames out."""
+    """Splits a byte stream, added in pieces, into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -37,7 +37,7 @@ class Frames:
         return SIZE_BYTES + int.from_bytes(self._data[:SIZE_BYTES], "little")
 
     def take(self) -> bytes:
-        """The next one, if has_next."""
+        """Remove and return the next frame. Only if has_next."""
         end = self._end
         frame = bytes(self._data[SIZE_BYTES:end])
         del self._data[:end]
@@ -45,13 +45,13 @@ class Frames:
 
 
 class EngineEnd:
-    """The engine's: one thread, which waits. Raises EOFError when the frontend is gone."""
+    """The engine's blocking end; one thread calls. Raises EOFError when the frontend has closed its end."""
 
     RECEIVE_BYTES = 1 << 16
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
-        end.set_inheritable(False)  # or a grandchild would keep it open
+        end.set_inheritable(False)  # a child of the engine would keep it open
         self._socket = end
         self._outbox: Outbox | None = None
         self._frames = Frames()
@@ -59,11 +59,12 @@ class EngineEnd:
         self._poll.register(end, select.POLLIN)
 
     def send_by(self, pool: Pool) -> None:
-        """From now on idle workers of the pool do the sending, while its caller, whose end this is, goes on."""
+        """Have idle workers of the pool write to the socket, so that send() returns before its frame is written. The
+        calling thread must be the pool's caller."""
         self._outbox = Outbox(pool, self._socket.fileno())
 
     def send(self, frame: bytearray) -> None:
-        """The first SIZE_BYTES of `frame` are room for its size."""
+        """Send a frame. Its first SIZE_BYTES are overwritten with its size."""
         frame[:SIZE_BYTES] = (len(frame) - SIZE_BYTES).to_bytes(SIZE_BYTES, "little")
         try:
             if self._outbox is not None:
@@ -71,26 +72,26 @@ class EngineEnd:
             else:
                 self._socket.sendall(frame)
         except (BrokenPipeError, ConnectionResetError, NativeError):
-            raise EOFError("the frontend is gone") from None
+            raise EOFError("the frontend has closed its end of the socket") from None
 
     def wait(self, timeout_ms: int) -> bool:
-        """Whether something has come, a frame at least in part, or the end."""
+        """Wait up to timeout_ms; returns whether receive() has anything to read: a frame, a part of one, or the end."""
         if timeout_ms:
             self._flush()
         return self._frames.has_next or bool(self._poll.poll(timeout_ms))
 
     def receive(self) -> bytes:
-        """The next frame, waited for."""
+        """Block until a whole frame has arrived; return it."""
         while not self._frames.has_next:
             data = self._socket.recv(self.RECEIVE_BYTES)
             if not data:
-                raise EOFError("the frontend is gone")
+                raise EOFError("the frontend has closed its end of the socket")
             self._frames.add(data)
         return self._frames.take()
 
     def close(self) -> None:
-        """What was sent still arrives."""
-        with suppress(EOFError):  # nobody is left whom it would reach
+        """Wait until all frames are written, then close."""
+        with suppress(EOFError):  # the frontend has closed its end: the frames are lost
             self._flush()
         self._outbox = None
         self._socket.close()
@@ -100,11 +101,11 @@ class EngineEnd:
             if self._outbox is not None:
                 self._outbox.flush()
         except NativeError:
-            raise EOFError("the frontend is gone") from None
+            raise EOFError("the frontend has closed its end of the socket") from None
 
 
 class FrontendEnd(asyncio.Protocol):
-    """The frontend's: gives each frame to `take`, which must be set before the engine has reason to speak."""
+    """The frontend's asyncio end. Calls `take` with each frame; set it before the engine's first message."""
 
     def __init__(self) -> None:
         self.take: Callable[[bytes], None]
@@ -113,7 +114,7 @@ class FrontendEnd(asyncio.Protocol):
         self._busy = False
 
     def send(self, frame: bytes) -> None:
-        """Never waits, not even for an engine that has died."""
+        """Queue a frame; never blocks. Does nothing once the connection is closing."""
         if not self._transport.is_closing():
             self._transport.writelines((len(frame).to_bytes(SIZE_BYTES, "little"), frame))
 
@@ -136,7 +137,7 @@ class FrontendEnd(asyncio.Protocol):
         try:
             self.take(self._frames.take())
         except BaseException:
-            self._transport.abort()  # the engine ends, and that is noticed
+            self._transport.abort()  # the engine reads end-of-file and ends; the client sees its exit
             raise
-        # Who waits for this frame's news comes before the next frame.
+        # Tasks woken by this frame run before the next frame is taken.
         asyncio.get_running_loop().call_soon(self._next)

@@ -1,7 +1,7 @@
 """The engine process: `python -m proa.engine.processes.worker SOCKET`. Belongs here: the message loop. Never: maths.
 
-The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for
-whatever reason, the process ends at once, so no engine outlives its frontend. SOCKET is the number of an inherited one.
+The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for any reason,
+the process ends at once, so no engine outlives its frontend. SOCKET is the file descriptor of an inherited socket.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from proa.native.pool import Pool
 
 log = logging.getLogger(__name__)
 
-# How often an idle engine looks around although no message came; it sleeps in between.
+# An idle engine waits for a message at most this long before it polls again.
 IDLE_POLL_MS = 10_000
 
 
 class Channel:
-    """Messages in, messages out. Raises EOFError when the frontend is gone."""
+    """Encodes and decodes messages over EngineEnd. Raises EOFError when the frontend has closed its end."""
 
     def __init__(self, end: EngineEnd) -> None:
         self._end = end
@@ -86,29 +86,29 @@ def run(channel: Channel) -> int:
         channel.send(ready)
         serve(engine, channel)
     except ProaError as error:
-        told = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
+        failure = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
         if loaded:
-            log.error("%s", told)
-        channel.send(Failed(type(told).__name__, told.message, told.remedy))
-        return told.exit_code
+            log.error("%s", failure)
+        channel.send(Failed(type(failure).__name__, failure.message, failure.remedy))
+        return failure.exit_code
     except torch.OutOfMemoryError as error:
-        log.exception("the GPU's memory ran out")
-        channel.send(Failed("ResourceError", f"The GPU's memory ran out: {error}", "Lower --vram or --context."))
+        log.exception("The GPU ran out of memory.")
+        channel.send(Failed("ResourceError", f"The GPU ran out of memory: {error}", "Lower --vram or --context."))
         return 4
     except MemoryError:
         channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
         return 4
     except EOFError:
         raise
-    except Exception as error:  # the last stop: the frontend must hear why, whatever it was
-        log.exception("the engine failed")
+    except Exception as error:  # any error at all: the frontend must be told the cause before this process ends
+        log.exception("The engine failed.")
         channel.send(Failed("EngineDead", f"The engine failed: {type(error).__name__}: {error}"))
         return 1
     return 0
 
 
 def serve(engine: Engine, channel: Channel) -> None:
-    """Messages first, then one step, until Shutdown."""
+    """Handle all pending messages, then run one step, in turn until Shutdown."""
     channel.send(engine.stats())
     while True:
         if not engine.has_work:
@@ -144,7 +144,7 @@ def handle(engine: Engine, channel: Channel, message: ToEngine) -> None:
 
 
 def exit_with_frontend() -> None:
-    """Watch standard input from a thread; end the process when the frontend is gone."""
+    """Watch standard input from a thread; end the process when the frontend closes it."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -160,7 +160,7 @@ def main() -> None:
     try:
         code = run(channel)
     except EOFError:
-        code = 0  # nobody is left to be told anything
+        code = 0  # the frontend has ended
     channel.close()
     sys.exit(code)
 

@@ -1,8 +1,8 @@
-"""When copies of recurrent states are taken, and where prompts are cut for them: docs/decisions/032. Never: which copy
-goes first, tensors.
+"""When recurrent states are copied for the prefix cache, and where prompts are cut for that: docs/decisions/032. Never:
+which copy is evicted, tensors.
 
-A copy is taken behind a step that ends where a page does, so that the prefix tree has a node for it. Steps of decode
-do so by themselves; a prompt's are cut there.
+A copy is taken after a step that ends at a page boundary, because copies belong to nodes of the prefix tree, which hold
+whole pages. Decode reaches every boundary; prefill chunks are cut there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from proa.engine.scheduling.step_plan import StepItem
 
 @dataclass(frozen=True)
 class CopyRules:
-    """every_tokens: from one copy of a sequence to its next. A copy moves as many bytes as the states of one decoded
-    token, so this is its cost: 1 in so many.
+    """every_tokens: least distance between two copies of a sequence. A copy moves as many bytes as the states of one
+    decoded token, so it adds at most 1 / every_tokens to their traffic.
 
-    cut_tokens: a prompt is cut in two steps where that leaves a copy so far behind the last one. Up to there computing
-    them once more beside other tokens takes no longer than the second step does: both read most of the experts.
+    cut_tokens: a prefill chunk is cut only if the copy there lies at least this far behind the sequence's last one. For
+    fewer tokens, computing them again beside others takes no longer than the additional step: both read most of the
+    experts.
 
-    asking_tokens: up to so many a template adds to ask for an answer, and may leave out in the next turn (<think>).
+    asking_tokens: the most tokens that a chat template appends to ask for an answer and may omit in the next turn
+    (<think>). The copy at a prompt's end is taken before them.
     """
 
     every_tokens: int = 32
@@ -34,21 +36,23 @@ class CopyRules:
 
 
 class Copying:
-    """What requests know of their copies (`copied_tokens`, `branch_tokens`, `passing`) is set here alone."""
+    """Applies CopyRules. Only this class and Request itself set `copied_tokens`, `branch_tokens` and `passing`."""
 
     def __init__(self, cache: PrefixCache, rules: CopyRules) -> None:
         if cache.copies is None:
-            raise ValueError("this prefix tree has no room for copies of states")
+            raise ValueError("this prefix cache keeps no copies of states: make it with StateCopies")
         self._copies, self._page_tokens, self._rules = cache.copies, cache.page_tokens, rules
 
     def admit(self, request: Request, match: PrefixMatch) -> int:
-        """`request` starts behind `match`: the slot of the states that it goes on from, if it has any."""
+        """Note that `request` continues from `match`. Returns the slot of the states to copy from; NO_SLOT if nothing
+        matched."""
         request.copied_tokens = len(match.pages) * self._page_tokens
         request.branch_tokens = match.num_known * self._page_tokens
         return self._copies.use(match.node) if match.pages else NO_SLOT
 
     def chunk(self, request: Request, most_tokens: int) -> int:
-        """How many of its next tokens, of `most_tokens` that there is room for, a step takes."""
+        """Number of prompt tokens, at most `most_tokens`, in the request's next step: it ends at a branch, before the
+        template's last tokens or at a page boundary if a copy is to be taken there."""
         start, end = request.num_computed, request.num_computed + most_tokens
         for stop in sorted((request.branch_tokens, self._prompt_stop(request))):
             if start < stop < end and stop - request.copied_tokens >= self._rules.cut_tokens:
@@ -57,16 +61,16 @@ class Copying:
         return whole - start if start < whole and end < len(request.tokens) else most_tokens
 
     def leads(self, request: Request) -> bool:
-        """Is it computing a prompt that will leave a copy behind?"""
+        """Whether the request is computing a prompt after which a copy will be taken, for which siblings may wait."""
         stop = self._prompt_stop(request)
         return request.num_computed < stop and stop - request.copied_tokens >= self._rules.cut_tokens
 
     def planned(self, item: StepItem) -> StepItem:
-        """The item with a slot to copy into, if there is to be a copy behind it."""
+        """Return the item, with `copy_to` set if its states are to be copied after the step and a slot can be had."""
         request, end = item.request, item.start + item.num_tokens
         if end % self._page_tokens or end - request.copied_tokens < self._rules.every_tokens:
             return item
-        if end >= request.max_length:  # a step ahead of its last one
+        if end >= request.max_length:  # planned ahead: the request ends before this item counts
             return item
         slot = self._copies.take()
         if slot is None:
@@ -75,12 +79,12 @@ class Copying:
         return msgspec.structs.replace(item, copy_to=slot)
 
     def keep(self, item: StepItem) -> None:
-        """The item is computed, its pages are in the tree."""
+        """Register the copy of a computed item, whose full pages are in the prefix tree."""
         if item.copy_to == NO_SLOT:
             return
         request, end = item.request, item.start + item.num_tokens
         if request.node is None or request.node.depth * self._page_tokens != end:
-            raise IntegrityError(f"{request!r} has no node of the prefix tree for its states behind {end} tokens")
+            raise IntegrityError(f"{request!r} has no prefix tree node that ends at token {end}, where it was copied")
         self._copies.keep(request.node, item.copy_to)
         if request.passing is not None:
             self._copies.pass_by(request.passing)
@@ -88,14 +92,15 @@ class Copying:
         request.passing = None if end in ends else request.node
 
     def forget(self, item: StepItem) -> None:
-        """Nobody wants what the item computes."""
+        """Return the slot of an item whose results are discarded."""
         if item.copy_to != NO_SLOT:
             self._copies.give_back(item.copy_to)
 
     def check(self, items: list[StepItem]) -> None:
-        """items: of all steps in flight. Raises IntegrityError."""
+        """Raise IntegrityError unless every slot is accounted for. items: those of all steps in flight."""
         self._copies.check([item.copy_to for item in items if item.copy_to != NO_SLOT])
 
     def _prompt_stop(self, request: Request) -> int:
+        """The last page boundary of the prompt before the tokens that a template may omit in the next turn."""
         stop = max(0, request.num_prompt - self._rules.asking_tokens)
         return stop - stop % self._page_tokens

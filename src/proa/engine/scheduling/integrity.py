@@ -1,4 +1,4 @@
-"""Whether pages, locks, slots and requests are accounted for exactly. For tests and soaks: takes milliseconds."""
+"""Checks that pages, locks, slots and requests are accounted for exactly. For tests and soaks: takes milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proa.engine.scheduling.request import NO_SLOT, Request, State
 
 
 def check_pages(allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request]) -> None:
-    """Raise IntegrityError unless every page has one reference for each holder."""
+    """Raise IntegrityError unless every page's reference count equals its number of holders."""
     allocator.check()
     holders: Counter[int] = Counter()
     for request in running:
@@ -26,23 +26,23 @@ def check_pages(allocator: PageAllocator, cache: PrefixCache | None, running: It
 
 
 def check_slots(free: Collection[int], running: Iterable[Request], limits: Limits) -> None:
-    """Raise IntegrityError unless every state slot is free or held by one request."""
+    """Raise IntegrityError unless every state slot is free or held by exactly one request."""
     held = [*free, *(request.state_slot for request in running)]
     if sorted(held) != list(range(limits.num_slots)):
-        raise IntegrityError(f"state slots free and held are {sorted(held)}")
+        raise IntegrityError(f"state slots free or held are {sorted(held)}, expected 0 to {limits.num_slots - 1} once")
 
 
 def check_request(request: Request, limits: Limits, cache: PrefixCache | None) -> None:
-    """Raise IntegrityError unless what the request holds fits its state."""
+    """Raise IntegrityError unless the request's pages, slot and prefix-tree node fit its state."""
     if request.state is State.WAITING:
         if request.pages or request.num_computed or request.node or request.state_slot != NO_SLOT:
-            raise IntegrityError(f"{request!r} waits but holds pages {request.pages}")
+            raise IntegrityError(f"{request!r} waits but holds pages {request.pages}, a state slot or a tree node")
         return
     if request.num_computed > len(request.pages) * limits.page_tokens:
-        raise IntegrityError(f"{request!r} has only {len(request.pages)} pages")
+        raise IntegrityError(f"{request!r} has {len(request.pages)} pages, too few for its computed tokens")
     if request.num_computed >= len(request.tokens):
-        raise IntegrityError(f"{request!r} has nothing left to compute")
+        raise IntegrityError(f"{request!r} runs but has no token left to compute")
     if cache and request.node:
         path = cache.path(request.node)
         if path != request.pages[: len(path)] or request.num_shared > request.num_computed:
-            raise IntegrityError(f"{request!r} has pages {request.pages}; the prefix cache says {path}")
+            raise IntegrityError(f"{request!r} has pages {request.pages}; its path in the prefix cache is {path}")

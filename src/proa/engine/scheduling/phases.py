@@ -1,9 +1,9 @@
-"""Which of a request's tokens are computed as a prompt and which by decode, and which of their pages others may use.
+"""The phase (prompt or decode) in which each token of a request is computed, and which tokens' pages may be shared.
 Never: pages, the order of service.
 
-With `--deterministic` a token's bits must not depend on the schedule (docs/decisions/040). So the phase of a token
-follows from its position alone: prompt tokens are computed as a prompt, generated ones by decode, also after a
-preemption, one a step. Only pages of prompt tokens are shared, for a page that decode filled has other bits.
+With `--deterministic` a token's bits must not depend on the schedule (docs/decisions/040). So its position alone
+decides its phase: prompt tokens are computed in prefill chunks and generated ones by decode, one per step, also when
+they are recomputed after a preemption. Only pages of prompt tokens are shared: decode's kernels give other bits.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import ClassVar, Protocol
 
 from proa.engine.scheduling.request import Request
 
-# Up to 4 rows of a sequence go through the CPU's attention as decode does, which adds in another order (kDirectQueries
-# of csrc/src/attention.cc). If the last step of a prompt has more, its bits are the same with a prefix from the cache
-# as without.
+# The CPU's attention computes up to 4 rows of a sequence as in decode, which sums in another order (kDirectQueries in
+# csrc/src/attention.cc). If the last chunk of a prompt has more rows, its bits do not depend on whether a prefix came
+# from the cache.
 LEAST_ROWS_ON_CPU = 5
 
 
 class Phases(Protocol):
     @property
     def one_chunk(self) -> bool:
-        """Whether a step has at most one chunk of a prompt."""
+        """Whether a step has at most one prefill chunk."""
 
     @property
     def one_decode(self) -> bool:
-        """Whether a step of decode has one request."""
+        """Whether a decode step has only one request."""
 
     def decodes(self, request: Request) -> bool:
-        """Whether its next step is one of decode: one token."""
+        """Whether the request's next step is decode: one token."""
 
     def chunk_tokens(self, request: Request, room_tokens: int) -> int:
-        """Tokens of its prompt that the next step computes, where there is room for `room_tokens`."""
+        """Size in tokens of the request's next prefill chunk, in a step with room for `room_tokens`."""
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
-        """How many of the first computed tokens may be shared: the prefix cache gets their full pages."""
+        """Number of leading computed tokens whose full pages may be shared through the prefix cache."""
 
     def matched_tokens(self, request: Request) -> int:
-        """The most tokens that it may take from the prefix cache: something is left for a step of prompts."""
+        """The most tokens that the request may take from the prefix cache: its last prefill chunk is computed."""
 
     def whole_tokens(self, num_tokens: int) -> int:
-        """Of so many tokens that the prefix cache has of a prompt, those that a request goes on from."""
+        """Usable length, in tokens, of a cached prefix of `num_tokens`: whole cells where steps have cells."""
 
 
 @dataclass(frozen=True)
 class FreePhases:
-    """What is left of a request is decode if it is one token, else a prompt: the fastest kernels for each step.
+    """The number of tokens left decides the phase: one is decode, more are prefill. The fastest kernels for each step.
 
-    least_tokens: the last step of a prompt has so many of its tokens, if it has as many.
+    least_tokens: minimum size of a prompt's last chunk, unless the whole prompt is shorter.
     """
 
     least_tokens: int = 1
@@ -76,9 +76,11 @@ class FreePhases:
 
 @dataclass(frozen=True)
 class FixedPhases:
-    """cell_tokens: where bits depend on a step's shape, a prompt's tokens [i * cell, (i + 1) * cell), or those that it
-    has of these, are a step of their own, and prefixes are taken in whole cells; a multiple of a page. None: kernels
-    give a row the same bits in any step of prompts.
+    """A token's position decides its phase (--deterministic).
+
+    cell_tokens: for kernels whose bits depend on a step's shape. The prompt tokens [i * cell, (i + 1) * cell), the last
+    cell cut at the prompt's end, are one step without other tokens, and cached prefixes are used in whole cells. A
+    multiple of the page size. None: kernels give a row the same bits in any prefill step.
     """
 
     cell_tokens: int | None = None

@@ -1,5 +1,5 @@
-"""Who is served, in which order, and what is refused at the door. Belongs here: limits, the order, refusals, all
-without side effects. Never: pages, steps, clocks."""
+"""Limits, the order of service, and the refusal of requests on submission, all without side effects. Never: pages,
+steps, clocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MAX_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the plan allows. `lookahead_tokens`: how many tokens beyond the first one a step may add to a
-    sequence (drafts); their pages are reserved and they count as tokens of the step."""
+    """The plan's limits. lookahead_tokens: drafts per sequence and step, that is tokens beyond the first one; their
+    pages are reserved and they count as tokens of the step."""
 
     context_tokens: int
     page_tokens: int
@@ -30,7 +30,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.page_tokens, self.num_slots) < 1:
-            raise ValueError(f"nothing can ever run under {self}")
+            raise ValueError(f"no request can run under these limits, at least one of which is too small: {self}")
 
     @classmethod
     def of(cls, plan: Plan) -> Limits:
@@ -45,7 +45,7 @@ class Limits:
 
     @property
     def num_slots(self) -> int:
-        """Requests that may run together: each must be able to advance in every step."""
+        """The most requests that run together, so that each can advance in every step."""
         return min(self.max_running, self.max_batch_tokens // (1 + self.lookahead_tokens))
 
     def pages_for(self, num_tokens: int) -> int:
@@ -62,7 +62,7 @@ class Lineup:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Over a snapshot: the lineup may change meanwhile."""
+        """Iterate over a snapshot: the lineup may be changed during the iteration."""
         return iter(self._requests.copy())
 
     @property
@@ -70,7 +70,7 @@ class Lineup:
         return self._requests[-1]
 
     def last_but(self, ids: Collection[str]) -> Request:
-        """The last one that is not among these; there is one."""
+        """The last request whose id is not in `ids`. There must be one."""
         return next(request for request in reversed(self._requests) if request.id not in ids)
 
     def add(self, request: Request) -> None:
@@ -84,18 +84,18 @@ class Lineup:
 
 
 def refuse_impossible(request: EngineRequest, limits: Limits, num_pages: int) -> None:
-    """Raise what makes `request` unservable however long it waits.
+    """Raise if `request` could never be served, however long it waits.
 
-    RequestError: no tokens, or numbers that are no tokens. ContextLengthExceeded: prompt plus answer are longer
-    than the context. ResourceError: they need more KV pages than there are.
+    RequestError: the prompt is empty, or has numbers that are no token ids. ContextLengthExceeded: prompt plus answer
+    are longer than the context. ResourceError: they need more KV pages than exist.
     """
     prompt, answer = len(request.tokens), request.sampling.max_tokens
     if not prompt:
         raise RequestError("The prompt has no tokens.", "Send at least one.", param="prompt")
     if answer < 1:
-        raise RequestError(f"max_tokens is {answer}.", "Ask for at least 1 token.", param="max_tokens")
+        raise RequestError(f"max_tokens is {answer}, but must be at least 1.", "Raise max_tokens.", param="max_tokens")
     if min(request.tokens) < 0 or max(request.tokens) > _MAX_TOKEN:
-        raise RequestError("The prompt has a token id that no vocabulary has.", f"Use 0 to {_MAX_TOKEN}.")
+        raise RequestError("The prompt has a number that cannot be a token id.", f"Use ids from 0 to {_MAX_TOKEN}.")
     if prompt + answer > limits.context_tokens:
         raise ContextLengthExceeded(
             f"The prompt has {prompt} tokens and asks for up to {answer} more, "
@@ -114,10 +114,10 @@ def refuse_impossible(request: EngineRequest, limits: Limits, num_pages: int) ->
 
 
 def refuse_crowd(request: EngineRequest, limits: Limits, waiting: Lineup, num_running: int) -> None:
-    """Raise QueueFull if too much is waiting already.
+    """Raise QueueFull if too many requests or tokens are waiting already.
 
-    Requests that a free slot will take at the next step do not count as queued, so that max_queued 0 means "run
-    at once or not at all"; a prompt longer than max_queued_tokens may wait alone.
+    Requests that the next step admits to a free slot do not count as queued, so max_queued 0 means "run at once or not
+    at all". A prompt longer than max_queued_tokens may wait if no other request does.
     """
     free_slots = max(0, limits.num_slots - num_running)
     if len(waiting) >= limits.max_queued + free_slots:

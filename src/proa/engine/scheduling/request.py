@@ -31,8 +31,8 @@ class Request:
 
     `tokens` is prompt plus answer. The KV of the first `num_computed` of them lies in `pages`, token i in slot
     i % page_tokens of pages[i // page_tokens]. Normally all but the last token of a decoding request are computed.
-    `pages` is a list that only grows, so that who has read it need not read all of it again; any other change is
-    another list.
+    The list `pages` is only appended to, so page tables copy only its new entries (see PageTable); any other change
+    replaces the list.
     """
 
     __slots__ = (
@@ -51,20 +51,18 @@ class Request:
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
-        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id)  # what the sampler must know of it
-        self.min_length = self.num_prompt + source.sampling.min_tokens  # no eos or stop token ends it before
+        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id)  # the sampler's view of the request
+        self.min_length = self.num_prompt + source.sampling.min_tokens  # shorter: eos and stop tokens do not end it
         self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
         self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)
         self.state = State.WAITING
         self.num_computed = 0
         self.num_cached: int | None = None  # prompt tokens from the prefix cache at the first admission
         self.pages: list[int] = []
-        self.state_slot = NO_SLOT  # of recurrent states, while it runs
-        self.copied_tokens = 0  # up to the last copy of these, there or on its way
-        self.branch_tokens = 0  # of its tokens, whose KV the prefix cache had when it started
-        self.passing: PrefixNode | None = (
-            None  # of its last copy, if that is neither at a branch nor at its prompt's end
-        )
+        self.state_slot = NO_SLOT  # of its recurrent states, while it runs
+        self.copied_tokens = 0  # number of tokens before its last copy of recurrent states, taken or planned
+        self.branch_tokens = 0  # number of leading tokens whose KV the prefix cache had at admission
+        self.passing: PrefixNode | None = None  # node of its last copy, if neither at a branch nor at its prompt's end
         self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
         self.finish_reason: FinishReason | None = None
@@ -78,7 +76,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is served first: smaller priority, then earlier arrival."""
+        """Sort key of the order of service: smaller priority first, then earlier arrival."""
         return (self.priority, self.arrival)
 
     @property
@@ -92,16 +90,17 @@ class Request:
 
     @property
     def num_shared(self) -> int:
-        """Tokens whose KV lies in pages of the prefix cache: never written again."""
+        """Number of tokens whose KV lies in pages of the prefix cache, which are never written again."""
         return self.node.depth * self.page_tokens if self.node is not None else 0
 
     @property
     def num_shareable(self) -> int:
-        """Prompt tokens that a twin could take from the prefix cache: full pages, without the last token."""
+        """Prompt tokens that a request with the same prompt could take from the prefix cache: full pages, without the
+        last token."""
         return (self.num_prompt - 1) // self.page_tokens * self.page_tokens
 
     def admit(self, pages: list[int], node: PrefixNode | None, state_slot: int) -> None:
-        """Start (again) with the pages that the prefix cache has filled, and the place in it that is locked."""
+        """Start (again) from `pages`, whose KV is computed already; node: the locked end of that cached prefix."""
         self._move(State.RUNNING)
         self.pages, self.node, self.state_slot = pages, node, state_slot
         self.num_computed = len(pages) * self.page_tokens
@@ -120,7 +119,7 @@ class Request:
         self.copied_tokens, self.branch_tokens, self.passing = 0, 0, None
 
     def append(self, token: int) -> FinishReason | None:
-        """Take a sampled token; say how the answer ends, if it does.
+        """Take a sampled token; return how the answer ends, or None if it goes on.
 
         An eos or stop token ends it with "stop", is kept in `stop_token` and is not part of the answer; before
         min_tokens it is an ordinary token (the sampler forbids it there). "length": max_tokens or context reached.
@@ -134,10 +133,13 @@ class Request:
     def truncate(self, num_tokens: int) -> None:
         """Forget computed KV from token `num_tokens` on (rejected drafts, or drafts beyond the end).
 
-        Raises ValueError if that reaches into pages that the prefix cache may have given to others.
+        Raises ValueError if that reaches into pages of the prefix cache, which other requests may use.
         """
         if num_tokens < self.num_shared:
-            raise ValueError(f"{self!r} cannot go back to {num_tokens}: {self.num_shared} may be in use by others")
+            raise ValueError(
+                f"{self!r} cannot be truncated to {num_tokens} tokens: the prefix cache shares its first "
+                f"{self.num_shared}"
+            )
         self.num_computed = min(self.num_computed, num_tokens)
 
     def _move(self, state: State) -> None:

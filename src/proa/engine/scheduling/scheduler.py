@@ -1,28 +1,28 @@
-"""Decides what the next step computes and where its KV lies. Belongs here: intake, the plan of a step, pages,
-preemption, the results of a step. Never: tensors, text, clocks, processes.
+"""Decides what the next step computes and in which pages its KV lies. Belongs here: intake, planning steps, pages,
+preemption, committing results. Never: tensors, text, clocks, processes.
 
     submit -> WAITING -> plan() admits -> RUNNING -> commit() ... -> FINISHED
                  ^------- preempted -------'
 
-A step is in flight from plan() to commit(). Meanwhile requests may be submitted and aborted, and nothing that the step
-reads or writes changes hands. Any number of steps may be in flight, each request in one of them, and they are committed
-in any order. Two cases are special. plan_ahead() gives the step after the one in flight before that one's tokens are
-known; a request that ends meanwhile has a row in it that counts for nothing. Where prompts have turns (engine/lane.py),
-plan() leaves their chunks in `beside`: one step, computed between decode steps. The rules, in their order of weight:
+A step is in flight from plan() to commit(). Meanwhile requests may be submitted and aborted, and no page or slot that
+the step reads or writes gets another owner. Any number of steps may be in flight, each request in one of them, and they
+are committed in any order, with two special cases. plan_ahead() gives the step after the one in flight before that
+one's tokens are known (overlap scheduling); if a request ends in between, its row there is discarded. With turns
+(engine/lane.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
 
-1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
-   last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
-   prefix cache). The first one running therefore always advances, and equals are served in finite time. No page is
-   taken from a request in flight: a request that needs it waits until that step is committed.
+1. The order of service is total: smaller priority, then earlier arrival. When pages run out, the last running request
+   is preempted (its tokens stay; it waits at its old place and computes them again, mostly from the prefix cache). The
+   first running request therefore always advances, and requests of equal priority are served in finite time. No page
+   is taken from a request in flight: a request that needs one waits until that step is committed.
 2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
 3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
-   running, so that it is not preempted at once. Nobody overtakes a request that does not fit, except its seniors.
-   A waiting request of better priority preempts worse ones for their slot or pages, never its equals.
-4. Siblings (same group) wait while one of them computes what they could then take from the prefix cache.
+   running, so that it is not preempted at once. No request behind one that does not fit is admitted before it. A
+   waiting request preempts running ones of worse priority for their slot or pages, never those of equal priority.
+4. Siblings (same group) wait while one of them computes a prefix that they can then take from the prefix cache.
 
 Every full page is offered to the prefix cache in the step that fills it. Pages there are shared and never written
-again, hence only full pages are matched, and at least the last token of a prompt is always computed. Where layers have
-recurrent states, a step also says which of them are copied before and behind it (engine/scheduling/copying.py).
+again, hence only full pages are matched, and at least the last token of a prompt is always computed. For layers with
+recurrent states, a step also says which of them are copied before and after it (engine/scheduling/copying.py).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Scheduler:
         self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
         copy_rules: CopyRules | None = None, *, turns: bool = False, phases: Phases | None = None,
     ) -> None:  # fmt: skip
-        """copy_rules: for a prefix cache with copies of recurrent states. turns: of prompts, while others decode;
-        phases other than free ones need them, for prompts and decode share no step then."""
+        """copy_rules: for a prefix cache with copies of recurrent states. turns: while requests decode, prefill chunks
+        are planned in a step of their own, `beside`; required by FixedPhases, which allow one phase per step."""
         self.limits = limits
         self._phases: Phases = phases or FreePhases()
         self._allocator = allocator
@@ -63,12 +63,12 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
-        self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
+        self._free_states = list(range(limits.num_slots))  # slots of recurrent states, one per running request
         self._turns = turns
         self._in_flight: list[StepPlan] = []  # oldest first
-        self.beside: StepPlan | None = None  # one more, computed between them
+        self.beside: StepPlan | None = None  # one more in flight: prefill chunks, computed between decode steps
         self._ahead: tuple[StepPlan, StepPlan] | None = None  # a step planned ahead, and the one before it
-        self._void: set[str] = set()  # requests whose item in flight was computed from a token that is not theirs
+        self._void: set[str] = set()  # requests whose item in flight continues with a token other than the sampled one
         self._arrivals = 0
         self._last_decoded = -1  # arrival of the request that a step decoded last
         self._steps = 0
@@ -103,7 +103,7 @@ class Scheduler:
     # ---- intake
 
     def submit(self, source: EngineRequest) -> None:
-        """Queue a request. Raises RequestError, ContextLengthExceeded, ResourceError, QueueFull: nothing changed."""
+        """Queue a request, or raise RequestError, ContextLengthExceeded, ResourceError or QueueFull."""
         if source.id in self._requests:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
@@ -119,9 +119,9 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request and free what it holds, after the step if that computes it. No event will follow.
+        """End a request and free its pages, after the step in flight if that computes it. No event follows.
 
-        Returns False if there is no such request, or it has ended already.
+        Returns False if no request has this id or it has ended already.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is State.FINISHED:
@@ -133,8 +133,8 @@ class Scheduler:
         return True
 
     def fail_all(self) -> list[str]:
-        """The engine cannot go on, or must stop: end everything now, the steps in flight included, whose plans must
-        not be committed. Returns the ids that had not ended, oldest first."""
+        """End all requests at once and drop the steps in flight, whose plans must not be committed, because the engine
+        failed or stops. Returns the ids of the requests that had not ended, oldest first."""
         for plan in self._flying:
             self._forget_copies(plan.items)
         self._in_flight, self.beside, self._ahead, self._void = [], None, None, set()
@@ -146,9 +146,9 @@ class Scheduler:
     # ---- a step
 
     def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
-        """The next step, of requests that are in no step in flight; None if there is nothing to compute for them. Must
-        be followed by commit() or fail_all(). `beside` may be new then: its copies of states must be made before this
-        step writes anything. prompt_tokens: limit of prefill tokens, where prompts have turns."""
+        """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
+        plan must be followed by commit() or fail_all(). May set `beside` to a new step, whose `copy_from` copies must
+        be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
         budget_tokens = self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
             budget_tokens = min(budget_tokens, prompt_tokens)
@@ -156,7 +156,7 @@ class Scheduler:
         self._plan_decodes(step)
         if self.beside is None:
             self._plan_prefills(step)
-        if not step and self._phases.one_decode:  # the one that was to decode has been preempted
+        if not step and self._phases.one_decode:  # the request that was to decode has been preempted
             self._plan_decodes(step)
         now, beside = step.items()
         if beside:
@@ -170,19 +170,19 @@ class Scheduler:
         return StepPlan(tuple(map(self._copied, items)))
 
     def _copied(self, item: StepItem) -> StepItem:
-        """With a copy of the states behind it, if one is due and its pages may be shared."""
+        """Return the item, with a copy of its states after the step if one is due and its pages may be shared."""
         end = item.start + item.num_tokens
         if self._copying is None or self._phases.shared_tokens(item.request, end) < end:
             return item
         return self._copying.planned(item)
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, if that decodes and, as far as can be known, nothing but one more token of
-        its requests is to be computed next: its items that count, in their order, each one token later, which is not
-        known yet. To be committed after that step.
+        """Plan the step after the decode step in flight before that one's tokens are known: the items that count, in
+        the same order, each one token later. It must be committed after that step.
 
-        None where anything else is to be done first: somebody may be admitted, needs a page that is not there, or is
-        computed beside. Items of requests that end in the step in flight, foreseen or not, are dropped at commit().
+        Returns None unless the next step is certain to be one more token of the same requests: not if a request may be
+        admitted, a page is missing, or a step is computed beside. Items of requests that end in the step in flight are
+        dropped at commit().
         """
         if self.beside is not None or len(self._in_flight) != 1:
             return None
@@ -199,20 +199,20 @@ class Scheduler:
         return ahead
 
     def counts(self, item: StepItem) -> bool:
-        """Whether the results of this item in flight will be used. For a step ahead: only after the one before it was
-        committed."""
+        """Whether the results of this item in flight will be used. For a step planned ahead, ask only after the step
+        before it was committed."""
         return item.request.state is not State.FINISHED and item.request.id not in self._void
 
     def commit(
         self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]], replaced: Collection[str] = ()
     ) -> list[TokenEvent]:
-        """Take the results of the step: for each item that samples, its id and 1..1+lookahead_tokens new tokens.
+        """Take the results of a step. sampled: 1..1+lookahead_tokens new tokens of each item that samples, by id.
 
         All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
-        Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
-        stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
-        one that a step planned ahead goes on with; they are preempted after that. Raises ValueError, with nothing
-        changed, if `plan` is not in flight, was planned ahead of one that is, or `sampled` does not fit it.
+        Returns an event for each such item whose request was not aborted; tokens after the end are dropped, the eos or
+        stop token is in `stop_token` only, and the engine fills in logprobs. `replaced`: ids of requests that a step
+        planned ahead continues with another token; they are preempted when that one is committed. Raises ValueError,
+        with nothing changed, if `plan` is not in flight, the step before it still is, or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
         if self._copying:
@@ -230,7 +230,7 @@ class Scheduler:
                 if self._requests.get(request.id) is request:  # else it ended at the last commit
                     self._remove(request, "abort")
                 continue
-            if request.id in void:  # what it remembers may follow from a token that is not its own
+            if request.id in void:  # its KV and recurrent states may follow from a token that was not sampled
                 self._preempt(request)
                 continue
             tokens = results.get(request.id, ())
@@ -245,7 +245,7 @@ class Scheduler:
         return events
 
     def _land(self, plan: StepPlan) -> None:
-        """It is in flight no longer."""
+        """Remove the plan from those in flight."""
         if plan is self.beside:
             self.beside = None
         else:
@@ -265,12 +265,12 @@ class Scheduler:
     # ---- planning
 
     def _goes_on(self, items: Sequence[StepItem]) -> bool:
-        """Whether nothing but one more token of each of these is to be computed next."""
+        """Whether the next step is certain to compute one more token of each of these items and nothing else."""
         num_running = sum(request.state is State.RUNNING for request in self._running)
         if self.limits.lookahead_tokens or self._void or len(items) != num_running:
             return False
         num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
-        first = next(iter(self._waiting), None)  # nobody overtakes it
+        first = next(iter(self._waiting), None)  # no other waiting request is admitted before it
         full = num_going_on >= self.limits.num_slots
         if first is not None and not (full and first.priority >= self._running.last.priority):
             return False
@@ -287,7 +287,7 @@ class Scheduler:
                     return
 
     def _in_turn(self) -> Iterable[Request]:
-        """Running requests in the order of service; where a step decodes one of them, equals take turns."""
+        """Running requests in the order of service. If a step decodes only one, those of equal priority alternate."""
         if not self._phases.one_decode:
             return self._running
         return sorted(self._running, key=lambda r: (r.priority, r.arrival <= self._last_decoded, r.arrival))
@@ -301,7 +301,7 @@ class Scheduler:
         if not self._waiting and len(step) == len(self._running):
             return
         leading = {r.group for r in self._running if self._leads(r)}
-        is_open = True  # until someone does not fit: nobody behind may overtake
+        is_open = True  # False once a request does not fit: none behind it may be admitted
         for request in self._unfinished_prompts():
             if step.budget_tokens < 1 or (self._phases.one_chunk and step.has_chunks):
                 return
@@ -319,23 +319,23 @@ class Scheduler:
             step.add_chunk(request, num_tokens)
 
     def _unfinished_prompts(self) -> Iterator[Request]:
-        """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
+        """Running requests whose next step is prefill, and waiting ones, in the order of service."""
         held = self._held
         running = (r for r in self._running if not self._phases.decodes(r) and r.id not in held)
         return heapq.merge(running, self._waiting, key=lambda r: r.order)
 
     def _leads(self, request: Request) -> bool:
-        """Is it computing pages that its siblings could soon take from the prefix cache?"""
+        """Whether the request is computing pages that its siblings can soon take from the prefix cache."""
         if self._cache is None or request.group == "":
             return False
         return self._copying.leads(request) if self._copying else request.num_computed < request.num_shareable
 
     def _may_match(self, request: Request) -> bool:
-        """Log-probabilities of prompt tokens come only with computing these."""
+        """Whether a cached prefix may be used: logprobs of prompt tokens need these tokens to be computed."""
         return request.sampling.prompt_logprobs is None or request.num_generated > 0
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Start a waiting request if a slot and pages can be had, from requests of worse priority if need be."""
+        """Start a waiting request if a slot and pages are free or can be taken from requests of worse priority."""
         held = self._held
         worse = [r for r in self._running if r.priority > request.priority and r.id not in held]
         if len(self._running) - len(worse) >= self.limits.num_slots:
@@ -378,14 +378,14 @@ class Scheduler:
         return self._cache.match(self._keys(self._cache, request, num_whole // self.limits.page_tokens))
 
     def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
-        """Pages that are missing to admit it; each running request keeps one spare page to grow into."""
+        """Number of pages missing to admit the request; each running request keeps one spare page to grow into."""
         matched, idle = (len(match.pages), match.num_idle) if match else (0, 0)
         available = self._num_available - idle - len(self._running)
         return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - matched - available
 
     def _grow(self, request: Request, held: Collection[str]) -> bool:
-        """Get the page that the next token needs; False if the request had to be preempted itself, or waits for one of
-        those that are `held`."""
+        """Allocate the page that the next token needs. False if the request was preempted itself, or must wait for a
+        page of a request in flight (`held`)."""
         need = self._pages_needed(request)
         while need > self._num_available:
             victim = self._running.last_but(held)
@@ -412,7 +412,7 @@ class Scheduler:
     def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
         follows = self._ahead is not None and self._ahead[0] is plan
         if follows or not any(plan is one for one in self._flying):
-            raise ValueError("this plan is not in flight, or the step before it still is")
+            raise ValueError("this plan cannot be committed: it is not in flight, or the step before it still is")
         results: dict[str, Sequence[int]] = {}
         for item in plan.items:
             if not item.samples or not self.counts(item):
@@ -421,12 +421,12 @@ class Scheduler:
             results[item.request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens
             if not 1 <= len(tokens) <= 1 + self.limits.lookahead_tokens:
                 raise ValueError(
-                    f"{item.request!r} got {len(tokens)} tokens, not 1 to {1 + self.limits.lookahead_tokens}"
+                    f"{item.request!r} got {len(tokens)} tokens, expected 1 to {1 + self.limits.lookahead_tokens}"
                 )
         return results
 
     def _accept(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
-        """Append sampled tokens up to the end of the answer; drafts computed beyond it are forgotten."""
+        """Append sampled tokens up to the end of the answer; the KV of drafts beyond it is discarded."""
         num_before = len(request.tokens)
         finish: FinishReason | None = None
         for token in tokens:
@@ -474,7 +474,7 @@ class Scheduler:
         return self._allocator.num_free + (self._cache.num_evictable if self._cache else 0)
 
     def _pages_needed(self, request: Request) -> int:
-        """Pages beyond those it has, for all its tokens and the drafts of the next step."""
+        """Number of additional pages for all the request's tokens and the drafts of the next step."""
         return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - len(request.pages)
 
     def _take(self, num_pages: int) -> list[int]:
@@ -482,7 +482,7 @@ class Scheduler:
             self._cache.evict(num_pages - self._allocator.num_free)
         pages = self._allocator.alloc(num_pages)
         if pages is None:
-            raise IntegrityError(f"{num_pages} pages were counted on but {self._allocator.num_free} are free")
+            raise IntegrityError(f"{num_pages} pages were counted as available but {self._allocator.num_free} are free")
         return pages
 
     def _release(self, request: Request) -> None:
@@ -494,7 +494,7 @@ class Scheduler:
         request.forget_pages()
 
     def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
-        """Prefix-cache keys of its first full pages, made once and kept."""
+        """Prefix-cache keys of the request's first `num_pages` pages, computed once and kept."""
         if len(request.keys) < num_pages:
             request.keys += cache.page_keys(request.tokens, request.salt, first_page=len(request.keys))
         return request.keys[:num_pages]

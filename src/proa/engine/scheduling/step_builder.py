@@ -1,4 +1,4 @@
-"""Collects the items of a step while the scheduler plans it. Never: which requests get into it."""
+"""Collects the items of a step while the scheduler plans it. Never: choosing requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from proa.engine.scheduling.step_plan import StepItem
 
 class StepBuilder:
     def __init__(self, budget_tokens: int, *, apart: bool) -> None:
-        """budget_tokens: left for prefill chunks. apart: while any request decodes, chunks form a step of their own,
-        which has the whole budget."""
+        """budget_tokens: tokens left for prefill chunks. apart: while any request decodes, chunks form a step of their
+        own, which has the whole budget."""
         self.budget_tokens = budget_tokens
-        self.copy_from: dict[str, int] = {}  # by request that starts in this step: slot of its first states
+        self.copy_from: dict[str, int] = {}  # id of a request admitted here -> slot of the states it starts from
         self._apart = apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
@@ -33,12 +33,12 @@ class StepBuilder:
         self.budget_tokens -= num_tokens
 
     def remove(self, request: Request) -> None:
-        """It was preempted after it had been added."""
+        """Drop the items of a request that was preempted after it was added."""
         self._decodes.pop(request.id, None)
         self._chunks.pop(request.id, None)
 
     def items(self) -> tuple[list[StepItem], list[StepItem]]:
-        """Of the step, decodes first, and of the one beside it, which is never alone."""
+        """Items of the step, decodes first, and of the step beside it, which is empty unless there are decodes."""
         decodes, chunks = list(self._decodes.values()), list(self._chunks.values())
         return (decodes, chunks) if self._apart and decodes else (decodes + chunks, [])
 

@@ -1,4 +1,4 @@
-"""What one step computes. Never: who gets into it, tensors."""
+"""A step as planned by the scheduler. Never: choosing requests, tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from proa.engine.scheduling.request import NO_SLOT, Request
 
 
 class StepItem(msgspec.Struct, frozen=True):
-    """Compute tokens[start : start + num_tokens] of `request`; all earlier ones are in its pages already.
+    """Compute tokens[start : start + num_tokens] of `request`; the KV of all earlier tokens is in its pages already.
 
-    `samples`: these reach the end of its tokens, so the step yields 1..1+lookahead_tokens new ones. `copy_from`: before
-    that its state slot becomes a copy of this one; `copy_to`: behind that this one becomes a copy of its state slot.
+    `samples`: the item reaches the end of the request's tokens, so the step samples 1..1+lookahead_tokens new ones.
+    `copy_from`: state slot that is copied to the request's own before the step. `copy_to`: state slot that the
+    request's own is copied to after the step.
     """
 
     request: Request
@@ -23,9 +24,10 @@ class StepItem(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step: decodes first, then prefill chunks. Page tables of the requests stand still until commit.
+    """One step: decodes first, then prefill chunks. The requests' existing page-table entries do not change until
+    commit.
 
-    All that copies read of other requests they read before anything of the step is written.
+    All `copy_from` copies are made before the step writes anything.
     """
 
     items: tuple[StepItem, ...]
