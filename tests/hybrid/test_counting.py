@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid.test_tables import CPU, layers
+from hybrid.table_cases import CPU, layers
 from proa.hybrid.copies import Pairs
 from proa.hybrid.counting import Counting
 from proa.hybrid.tables import Tables

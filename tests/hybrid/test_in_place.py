@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engines import Loaded, load_decoder
-from hybrid.test_moves import DEVICES, Restless
+from hybrid.restless import DEVICES, Restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
 from proa.native.pool import Pool

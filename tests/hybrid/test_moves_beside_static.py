@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engines import Loaded
-from hybrid.test_moves import DEVICES, restless
+from hybrid.restless import DEVICES, restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copier, Copiers, Copy, GpuCopier, HostCopier, Pairs

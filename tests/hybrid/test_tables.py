@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from proa.hybrid.layer_memory import LayerMemory
+from hybrid.table_cases import CPU, layers
 from proa.hybrid.tables import Tables
-from proa.models.spec import Mlp
 from proa.native.pool import Pool
-from proa.ops.packed import Memory
-from proa.ops.staging import Staging
-
-CPU = torch.device("cpu")
-
-
-def layers(pool: Pool) -> list[LayerMemory]:
-    """Layers with odd numbers of experts, so that rows are padded; the second without copies in RAM."""
-    ram, staging = Memory(pool, [None]), Staging(pool, 1 << 20, pinned=False)
-    return [
-        LayerMemory(Mlp(32, 16), 7, (1, 4), True, CPU, ram, staging),
-        LayerMemory(Mlp(32, 16), 3, (2,), False, CPU, ram, staging),
-        LayerMemory(Mlp(32, 16), 5, (), True, CPU, ram, staging),
-    ]
 
 
 def test_tables_of_a_model_without_routed_experts() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.plan.expert_counts import check_writable, read_counts, write_counts
-from unit.test_vram import DEMO, MIXED
+from unit.vram_cases import DEMO, MIXED
 
 BLOCKS = range(1, 30)  # of MIXED, whose first block has no experts
 COUNTS = tuple(tuple(100 * i + e for e in range(16)) for i in BLOCKS)

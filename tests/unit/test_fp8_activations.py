@@ -16,7 +16,7 @@ from proa.plan.gpu_asked import unused_rows
 from proa.plan.plan import Plan
 from proa.plan.stored import weights_row
 from unit import test_vram
-from unit.test_vram import DEMO, DENSE, MIXTRAL, QWEN3_30B, model, moe, row
+from unit.vram_cases import DEMO, DENSE, MIXTRAL, QWEN3_30B, model, moe, row
 
 FP8 = {"load_format": "dummy", "dummy_format": "fp8"}
 

@@ -9,7 +9,7 @@ import pytest
 from proa.errors import UsageError
 from proa.models.spec import Block, Mlp, Model
 from proa.plan.heads import CPU_MOST_DIM, GPU_MOST_DIM, GPU_MOST_GROUP
-from unit.test_vram import attention, gpu, machine, model, moe, plan, row
+from unit.vram_cases import attention, gpu, machine, model, moe, plan, row
 
 
 def with_heads(heads: int, kv_heads: int, head_dim: int) -> Model:

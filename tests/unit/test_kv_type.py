@@ -19,7 +19,7 @@ from proa.plan.kv_type import kv_type
 from proa.plan.plan import Plan
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 from unit import test_resolve, test_vram
-from unit.test_resolve import NEXT, QWEN3_30B, FakeCheckpoint
+from unit.plan_cases import NEXT, QWEN3_30B, FakeCheckpoint
 
 
 def on_cpu(**asked: Any) -> Plan:

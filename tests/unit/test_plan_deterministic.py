@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proa.errors import UsageError
-from unit.test_vram import QWEN3_30B, gpu, machine, plan, row
+from unit.vram_cases import QWEN3_30B, gpu, machine, plan, row
 
 
 @pytest.mark.parametrize(

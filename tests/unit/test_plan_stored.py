@@ -12,7 +12,7 @@ from proa.types import Decision
 from proa.weights.sources import resolve, stored_types
 from quick_plan import prepare
 from tiny_quantised import DECODED, SCHEMES, make_quantised
-from unit.test_packed_size import loaded
+from unit.loaded_weights import loaded
 
 SIZES = {"moe_intermediate_size": 96}
 

@@ -13,7 +13,7 @@ from proa.errors import ResourceError, UsageError
 from proa.plan.plan import Plan
 from unit import test_resolve as on_cpu
 from unit import test_vram as on_gpu
-from unit.test_resolve import DEMO, GIB, NEXT, row
+from unit.plan_cases import DEMO, GIB, NEXT, row
 
 EACH = NEXT.state_bytes_per_sequence(2)
 

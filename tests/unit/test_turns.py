@@ -9,7 +9,7 @@ import pytest
 
 from proa.errors import ResourceError
 from proa.plan.plan import Plan
-from unit.test_vram import DENSE, QWEN3_30B, gpu, machine, plan, row
+from unit.vram_cases import DENSE, QWEN3_30B, gpu, machine, plan, row
 
 
 def planned(gib: float, **asked: Any) -> Plan:

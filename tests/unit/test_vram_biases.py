@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proa.models.spec import Block
 from proa.plan.vram import dense_bytes, dense_read_bytes
-from unit.test_vram import GPT_OSS, GPT_OSS_MOE, SUNK, check, gpu, machine, plan
+from unit.vram_cases import GPT_OSS, GPT_OSS_MOE, SUNK, check, gpu, machine, plan
 
 
 def test_biases_of_experts_are_dense_weights() -> None:

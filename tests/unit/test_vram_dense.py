@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proa.native.formats import Format
 from proa.plan.vram import dense_bytes, dense_read_bytes, linear_bytes, vram_demand
-from unit.test_vram import DEMO, QWEN3_30B
+from unit.vram_cases import DEMO, QWEN3_30B
 
 
 def test_dense_weights_are_all_but_routed_experts() -> None:

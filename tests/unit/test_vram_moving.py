@@ -8,7 +8,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.machine.machine import Machine
-from unit.test_vram import DENSE, GIB, QWEN3_30B, check, counts, gpu, machine, plan, row
+from unit.vram_cases import DENSE, GIB, QWEN3_30B, check, counts, gpu, machine, plan, row
 
 
 @pytest.mark.parametrize(
