@@ -241,7 +241,7 @@ def test_a_batch_can_be_serialised() -> None:
 @pytest.mark.parametrize("kind", ["eager", "graphs", "native"])
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_outputs_of_named_blocks_are_kept(kind: str, in_parts: bool, tmp_path: Path) -> None:
-    """As a draft head would read them: the last block's output gives the step's logits."""
+    """Kept outputs are those of the blocks: the head gives the step's logits from the last block's."""
     folder = make_tiny("qwen3-moe", tmp_path)
     spans = [Span([5, 6, 7], 0, [0, 1], 3, 0), Span([9, 10], 0, [2, 3], 2, 1)]
     with Pool([[0]], pin=False) as pool:

@@ -81,8 +81,8 @@ class Executor(Protocol[S]):
         tests and checks; may recompute the head. Valid until the next call."""
 
     def kept(self, step: S) -> Mapping[int, Tensor]:
-        """[T, hidden] of a step that was waited for, until another one is launched: the output of each block that the
-        executor was built to keep, by block (for draft heads)."""
+        """Outputs [T, hidden], by block, of the blocks that the executor was built to keep (for draft heads). Of a step
+        that was waited for; valid until another one is launched."""
 
     def counters(self) -> Counters:
         """The CPU's work for a GPU so far."""

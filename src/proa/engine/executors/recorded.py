@@ -96,7 +96,7 @@ class RecordedExecutor:
         inputs = Step(AttentionBatch((), (), (), slots), angles, caches)
         with torch.inference_mode():
             self._kept: dict[int, Tensor] = {}
-            self._ends: list[int] = []  # of each block, in the program
+            self._ends: list[int] = []  # index in the program after each block's last op
             for block, hidden in enumerate(model.by_blocks(tokens, inputs)):
                 if block in kept_blocks:
                     self._kept[block] = recorder.keep(torch.zeros(limits.rows, model.spec.hidden, dtype=hidden.dtype))
