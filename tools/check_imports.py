@@ -1,6 +1,6 @@
 """Packages of proa form a DAG: each imports only from those before it in ORDER. Run: python tools/check_imports.py
 
-Also checked: the API process stays without torch, and nobody hides an import of proa inside a function.
+Also checked: the API process stays without torch, no import of proa hides inside a function, tests import no test file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "proa"
+TESTS = Path(__file__).parent.parent / "tests"
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
@@ -91,8 +92,16 @@ def problems(path: Path) -> Iterator[str]:
             yield f"{own}.py:{line}: an import of proa.{target} hides in a function"
 
 
+def test_problems(path: Path) -> Iterator[str]:
+    """Tests share code through modules that are no tests."""
+    for module, line, _ in imports(ast.parse(path.read_text())):
+        if module.split(".")[-1].startswith("test_"):
+            yield f"{path.relative_to(TESTS)}:{line}: imports {module}, which is a test file"
+
+
 def main() -> int:
     found = [p for path in sorted(SOURCE.rglob("*.py")) for p in problems(path)]
+    found += [p for path in sorted(TESTS.rglob("*.py")) for p in test_problems(path)]
     print("\n".join(found) or f"imports: {len(ORDER)} packages, no cycle")
     return bool(found)
 

@@ -10,48 +10,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
 import programs
+from e2e.serving import LIMIT_S, children_of, engines_of, serving, wait_for
 from fakes import make_tokenizer
 from tiny import make_tiny
 
-T = TypeVar("T")
-LIMIT_S = 60
 ENDING_S = 2.0  # from closing its files to being gone
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny("qwen3-moe", tmp_path_factory.mktemp("models") / "tiny", vocab_size=512)
-    return make_tokenizer(folder, vocab_size=512)
 
 
 def proa(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(programs.proa(*argv), input=text, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-@contextmanager
-def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run `proa serve --json` on a free port; yield the process and the report of the loaded model."""
-    with subprocess.Popen(
-        programs.proa("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
-        assert all(lines), process.communicate(timeout=LIMIT_S)[1]
-        planned, loaded = map(json.loads, lines)
-        assert planned["ready"] is None
-        assert {**planned, "ready": loaded["ready"]} == loaded
-        yield process, loaded
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny("qwen3-moe", tmp_path_factory.mktemp("models") / "tiny", vocab_size=512)
+    return make_tokenizer(folder, vocab_size=512)
 
 
 def test_json_report_and_sigterm(folder: Path) -> None:
@@ -72,10 +54,6 @@ def bound_threads(pid: int) -> list[frozenset[int]]:
     """Return the CPU affinity of each thread of the engine process of `proa serve`."""
     (engine,) = engines_of(pid)
     return [frozenset(os.sched_getaffinity(int(task.name))) for task in Path(f"/proc/{engine}/task").iterdir()]
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 @pytest.mark.parametrize(
@@ -329,30 +307,6 @@ def test_a_killed_server_leaves_no_engine(folder: Path, moment: str) -> None:
         finally:
             server.kill()
         wait_for(lambda: not Path(f"/proc/{engine}").exists() or state_of(engine) == "Z")
-
-
-def wait_for(condition: Callable[[], T]) -> T:
-    end = time.monotonic() + LIMIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-    return value
-
-
-def engines_of(pid: int) -> list[int]:
-    return [child for child in children_of(pid) if "proa.engine.processes.worker" in command_line(child)]
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if parent == pid:
-            found.append(int(stat.parent.name))
-    return found
 
 
 def state_of(pid: int) -> str:

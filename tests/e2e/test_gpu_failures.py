@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.test_cli_serve import LIMIT_S, engines_of, serving, wait_for
+from e2e.serving import LIMIT_S, engines_of, serving, wait_for
 from gpu_llm import GPUS, make_model
 
 CLIENTS = 4

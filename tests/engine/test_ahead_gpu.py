@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_split_engine import DRAWS
+from engine.split_cases import DRAWS
 from engines import RULES, finish_all, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from engines import HEAD_ROWS, RULES, Loaded, finish_all, load_decoder, load_native, prefixes, request, tokens_of
+from engine.lane_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, loader
+from engines import Loaded, finish_all, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
-from proa.cache.pages import PageAllocator
-from proa.engine.engine import Engine
-from proa.engine.executors.batch import Span, StepBatch, StepLimits
-from proa.engine.executors.executor import Executor, Pace
-from proa.engine.lane import Lane, Turns, fitting_tokens
-from proa.engine.runner import Runner
-from proa.engine.scheduling.policy import Limits
-from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.executors.batch import Span, StepBatch
+from proa.engine.lane import Turns, fitting_tokens
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
-PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 5, 32
-KINDS = ["torch", "native", "sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAMILIES = ["qwen3-moe", "qwen3-next", "qwen2-moe", "deepseek-v3"]
 
 
@@ -38,45 +29,9 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@dataclass
-class Case:
-    engine: Engine
-    executor: Executor[Any]
-    model: Loaded
-
-    @property
-    def blocks(self) -> int:
-        return len(self.model.spec.blocks)
-
-
 @pytest.fixture(scope="module")
 def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
-    folders: dict[str, Path] = {}
-
-    def loaded(kind: str, family: str) -> Loaded:
-        if family not in folders:
-            folders[family] = make_tiny(family, tmp_path_factory.mktemp("tiny"))
-        folder = folders[family]
-        if kind == "torch":
-            return load_decoder(folder)
-        return load_native(folder, pool) if kind == "native" else load_split(folder, pool, Split(0.5), kind)
-
-    return loaded
-
-
-def case_of(
-    model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
-) -> Case:
-    """turn: the durations of a step and of a block that the lane is given."""
-    context = max(PAGES, pages) * PAGE_TOKENS
-    limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
-    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
-    executor.pace = lambda: Pace(*turn)  # type: ignore[method-assign]
-    allocator = PageAllocator(pages)
-    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
-    runner = Runner(executor, PAGE_TOKENS)
-    engine = Engine(runner, scheduler, model.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
-    return Case(engine, executor, model)
+    return loader(pool, tmp_path_factory.mktemp("tiny"))
 
 
 def prompt(count: int, first: int = 5) -> list[int]:
@@ -130,7 +85,7 @@ def test_how_many_tokens_keep_a_turn_short(tokens: int, block_s: float, fitting:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
 def test_a_share_is_between_zero_and_one(share: float) -> None:
-    with pytest.raises(ValueError, match="no share"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         Turns(share)
 
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from engines import Loaded, RecordingRunner, finish_all, load_decoder, make_engine, request, tokens_of
+from engine.split_cases import DRAWS, logits_of, run
+from engines import finish_all, load_decoder, make_engine, request, tokens_of
 from hybrid_engines import Split, load_split
-from proa.engine.engine import Engine
 from proa.native.pool import Pool
 from proa.sampling.choose import choose
 from proa.sampling.rows import Row
-from proa.types import TokenEvent
 from teacher_forced import all_experts, prompts
 from tiny import make_tiny
 
@@ -62,22 +59,6 @@ CASES = {
     "preemption": Case((24, 25, 26, 27, 28), (9,) * 5, engine={"num_pages": 40, "prefix_cache": False}),
     "a prefix that is cached": Case((30, 31, 45), (4, 5, 6), shared=20, engine={"max_running": 1}),
 }  # fmt: skip
-
-
-def run(
-    model: Loaded, texts: dict[str, list[int]], answers: tuple[int, ...], engine: dict[str, int], **wishes: object
-) -> tuple[Engine, RecordingRunner, dict[str, list[TokenEvent]]]:
-    made, runner = make_engine(model, **engine)
-    for (name, tokens), count in zip(texts.items(), answers, strict=True):
-        made.submit(request(name, tokens, count, **wishes))
-    return made, runner, finish_all(made)
-
-
-def logits_of(model: Loaded, texts: dict[str, list[int]], wanted: dict[str, list[int]]) -> Tensor:
-    """Logits of these positions, with the texts computed as prompts."""
-    ones = (1,) * len(texts)
-    _, runner, _ = run(model, texts, ones, {"num_pages": 256, "max_running": len(texts), "max_batch_tokens": 512})
-    return torch.stack([runner.logits[name][position] for name in texts for position in wanted[name]])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,13 +108,6 @@ def test_draws_come_from_the_logits_of_their_row(device: str, pool: Pool, folder
         scores = [s for event in events[name] for s in event.logprobs or []]
         want = torch.log_softmax(torch.stack(rows), -1)[range(len(rows)), answer]
         assert [s.logprob for s in scores] == pytest.approx(want.tolist(), abs=1e-4)
-
-
-DRAWS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 7, "logprobs": 3},
-    {"repetition_penalty": 1.3, "min_p": 0.05}, {"presence_penalty": 1.0, "temperature": 0.0},
-    {"min_tokens": 30, "stop_token_ids": (3, 4, 5)}, {"logit_bias": {9: 5.0}, "frequency_penalty": 0.7, "logprobs": 0},
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.test_split_engine import logits_of
+from engine.split_cases import logits_of
 from engines import Loaded, RecordingRunner, finish_all, load_decoder, load_native, make_engine, request, tokens_of
 from hybrid_engines import Split, load_split
 from proa.engine.engine import Engine

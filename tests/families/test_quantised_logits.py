@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import load_decoder, load_native
-from families.test_split_gguf import DEVICES
+from families.split_devices import DEVICES
 from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import BF16_FORM, QUANTISED
 from proa.native.pool import Pool

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from engines import load_decoder
+from families.split_devices import DEVICES
 from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import Format
 from proa.native.pool import Pool
 from teacher_forced import all_experts, forced, prompts
 from tiny_gguf import make_tiny_gguf
 
-DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
     "Q4_0": Format.INT4_F16, "Q4_1": Format.UINT4_F16, "Q8_0": Format.INT8_F16, "Q5_0": Format.INT8_F16,
     "Q5_1": Format.BF16, "MXFP4": Format.MXFP4, "F16": Format.BF16,

@@ -9,6 +9,7 @@ from torch import Tensor
 from isas import ISAS
 from ops_run import NativeRun, TorchRun
 
+Run = TorchRun | NativeRun
 TORCH = TorchRun()
 
 

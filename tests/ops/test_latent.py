@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.op_cases import EPS32, OPS_AND_TYPES, assert_within, rand, stored
-from ops.test_ops import Run
+from ops.op_cases import EPS32, OPS_AND_TYPES, Run, assert_within, rand, stored
 from proa.ops.table import Angles, LatentPages, Norm, batch_of
 
 WIDTHS = [(32, 8), (40, 16), (512, 64)]  # (rank, rotary dims)

@@ -17,14 +17,13 @@ from delta_cases import CASES as DELTA_CASES
 from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
-from ops.op_cases import DTYPES, EPS32, OPS_AND_TYPES, TORCH, assert_within, natives, rand, stored
-from ops_run import NativeRun, TorchRun
+from ops.op_cases import DTYPES, EPS32, OPS_AND_TYPES, TORCH, Run, assert_within, natives, rand, stored
+from ops_run import NativeRun
 from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
 from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, KvPages, RouterRule, batch_of
 
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]
-Run = TorchRun | NativeRun
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)

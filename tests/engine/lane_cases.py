@@ -1,0 +1,69 @@
+"""Engines whose prompts are computed between decode steps. Never: tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import HEAD_ROWS, RULES, Loaded, load_decoder, load_native, prefixes
+from hybrid_engines import Split, load_split
+from proa.cache.pages import PageAllocator
+from proa.engine.engine import Engine
+from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.executor import Executor, Pace
+from proa.engine.lane import Lane
+from proa.engine.runner import Runner
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.native.pool import Pool
+from tiny import make_tiny
+
+PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 5, 32
+
+
+KINDS = ["torch", "native", "sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass
+class Case:
+    engine: Engine
+    executor: Executor[Any]
+    model: Loaded
+
+    @property
+    def blocks(self) -> int:
+        return len(self.model.spec.blocks)
+
+
+def case_of(
+    model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
+) -> Case:
+    """turn: the durations of a step and of a block that the lane is given."""
+    context = max(PAGES, pages) * PAGE_TOKENS
+    limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
+    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
+    executor.pace = lambda: Pace(*turn)  # type: ignore[method-assign]
+    allocator = PageAllocator(pages)
+    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
+    runner = Runner(executor, PAGE_TOKENS)
+    engine = Engine(runner, scheduler, model.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
+    return Case(engine, executor, model)
+
+
+def loader(pool: Pool, folder: Path) -> Callable[[str, str], Loaded]:
+    """load(kind, family): a tiny model of this family for a kind of executor; checkpoints are made in `folder`."""
+
+    def load(kind: str, family: str) -> Loaded:
+        made = folder / family
+        if not made.exists():
+            made.mkdir()
+            make_tiny(family, made)
+        if kind == "torch":
+            return load_decoder(made)
+        return load_native(made, pool) if kind == "native" else load_split(made, pool, Split(0.5), kind)
+
+    return load
