@@ -1,9 +1,10 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
 # make test   all CPU tests; make test-gpu: those of a GPU      make sanitize  csrc's tests under ASan, UBSan and TSan
 # make check  formatting, lint, types, sizes, pages, kernels    make qemu      csrc's tests here and on emulated older CPUs
+# make wheel  one wheel for x86-64 Linux, in dist/; make test-wheel installs it in an empty environment
 # make format, make docs, make clean                            make sanitize-gpu  the doorbell under compute-sanitizer
 # Another environment than .venv: make native BIN=/path/to/venv/bin
-.PHONY: demo test test-all test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
+.PHONY: demo wheel test-wheel test test-all test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
 
 OWN := .venv/bin
 BIN ?= $(OWN)
@@ -28,6 +29,12 @@ test: native
 
 test-all: native
 	@$(SUITE) $(ARGS)
+
+wheel: venv
+	@sh tools/wheel.sh
+
+test-wheel: venv
+	@$(BIN)/python -m pytest -q -rs tests/e2e/test_wheel.py
 
 test-gpu: native
 	@$(BIN)/python tools/need_gpu.py
