@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from proa.engine.executors.batch import StepLimits
-from proa.engine.executors.device_queue import HostQueue
 from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.ops.table import AttentionBatch, LayerCache
+
+
+class HostQueue:
+    """Computes on the calling thread as soon as work is launched."""
+
+    device = torch.device("cpu")
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self, *, timed: bool = False) -> HostMark:
+        return HostMark()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        return launch
+
+    def finish(self) -> None:
+        pass
+
+    def finish_device(self) -> None:
+        pass
+
+
+class HostMark:
+    passed = True
+
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self._time_s - earlier._time_s
 
 
 class OnHost:

@@ -31,6 +31,8 @@ CONFIG = {
 }
 # Prints bytes: peak while loading beyond what the process had before, final weights, the largest layer.
 CHILD = """
+import collections
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +64,11 @@ else:
 load_weights(checkpoint, declared, targets, lambda done, total: None, pool if dtype is None else None)
 weights = sum(target.nbytes for target in targets.values() if isinstance(target, torch.Tensor))
 weights += sum(packed.bytes_by_format.values())
-layer = weights * declared.spec.largest_block_params // declared.spec.num_params
+blocks = collections.Counter()
+for name, shape in declared.spec.params():
+    if name.startswith("blocks."):
+        blocks[name.split(".")[1]] += math.prod(shape)
+layer = weights * max(blocks.values()) // declared.spec.num_params
 print(memory("VmHWM") - before, weights, layer)
 """
 

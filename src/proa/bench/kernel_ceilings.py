@@ -30,10 +30,6 @@ class Ceilings(msgspec.Struct, frozen=True):
     dispatch_us: float  # median time of an empty dispatch of the pool, with one task per thread
     rendezvous_us: float  # median time of an empty dispatch in which every thread must run a task
 
-    @property
-    def best_read_gbytes_per_s(self) -> float:
-        return max(self.read_gbytes_per_s.values())
-
 
 class CeilingRates(msgspec.Struct, frozen=True):
     """Both limits, measured at one point of the run."""

@@ -401,11 +401,6 @@ class Model:
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 
-    @cached_property
-    def largest_block_params(self) -> int:
-        """Parameters of the largest single layer."""
-        return max((_count(b.mixer) + _count(b.ffn) + 2 * self.hidden for b in self.blocks), default=0)
-
 
 def _count(part: Mixer | Mlp | Moe) -> int:
     return sum(prod(shape) for _, shape in part.params())

@@ -58,10 +58,6 @@ class Tokenizer:
         """Largest token id plus 1."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode `text` to token ids; `add_special_tokens` adds the checkpoint's tokens around a text (usually bos).
         Raises RequestError for a surrogate code point."""

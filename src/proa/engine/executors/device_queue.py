@@ -1,14 +1,13 @@
 """A device's work in launch order: streams, marks (events), captured graphs. Never: the kernels.
 
-HostQueue runs everything on the CPU as soon as it is launched, so that an executor's launches and their order can be
-tested without a GPU.
+Tests have a queue that computes on the calling thread (tests/on_host.py), so that an executor's launches and their
+order are tested without a GPU.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, Self
 
 import torch
@@ -94,37 +93,3 @@ class CudaMark:
     def seconds_since(self, earlier: CudaMark) -> float:
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1e3
-
-
-class HostQueue:
-    """Computes on the calling thread as soon as work is launched."""
-
-    device = torch.device("cpu")
-
-    def current(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark(self, *, timed: bool = False) -> HostMark:
-        return HostMark()
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        return launch
-
-    def finish(self) -> None:
-        pass
-
-    def finish_device(self) -> None:
-        pass
-
-
-class HostMark:
-    passed = True
-
-    def __init__(self) -> None:
-        self._time_s = time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def seconds_since(self, earlier: HostMark) -> float:
-        return self._time_s - earlier._time_s
