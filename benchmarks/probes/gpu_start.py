@@ -95,10 +95,17 @@ class Server:
                 raise RuntimeError(f"not ready; exit code {self.process.poll()}")
             time.sleep(0.005)
 
+    @property
+    def model(self) -> str:
+        """The name under which the server has its model; any other one is refused."""
+        with urllib.request.urlopen(self.reports[0][1]["url"] + "/v1/models", timeout=REQUEST_S) as answer:
+            name: str = json.loads(answer.read())["data"][0]["id"]
+        return name
+
     def ask(self, words: int, **asked: Any) -> float:
         """Seconds until the whole answer was there."""
         text = " ".join(f"w{i % 97}" for i in range(words))[: 3 * words]
-        body = {"model": "x", "prompt": text, "max_tokens": 12, "ignore_eos": True, **asked}
+        body = {"model": self.model, "prompt": text, "max_tokens": 12, "ignore_eos": True, **asked}
         url = self.reports[0][1]["url"] + "/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         begin = time.monotonic()
