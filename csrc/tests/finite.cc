@@ -80,8 +80,9 @@ void draws_the_line_where_infinity_begins() {
 // On every pool two good jobs succeed; of a good and a bad job, the second is reported as non-finite.
 void expect_refused(proa::Fill good, proa::Fill bad) {
     const proa::Layout& l = good.layout;
-    std::vector<uint8_t> out(std::max(size_t(l.panels) * l.panel_bytes, size_t(l.rows) * size_t(l.columns) * 2));
-    good.out = bad.out = out.data();
+    const size_t bytes = std::max(size_t(l.panels) * l.panel_bytes, size_t(l.rows) * size_t(l.columns) * 2);
+    std::vector<uint8_t> out(bytes), other(bytes);  // workers look at what they have written
+    good.out = out.data(), bad.out = other.data();
     for (int kind : kPools) {
         proa::Pool pool(pool_options(kind));
         proa::fill(pool, {good});
