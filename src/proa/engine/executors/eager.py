@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +16,9 @@ from proa.cache.pool import copy_states
 from proa.engine.executors.batch import Span, StepBatch, StepResult, positions_of
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.parts import BlockByBlock, non_finite_rows
+from proa.engine.executors.parts import BlockByBlock
 from proa.engine.executors.session import NoSession, Session
-from proa.engine.executors.watch import Health, WatchedSession
+from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
@@ -30,19 +30,13 @@ from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
 
-@dataclass
-class EagerStep:
+@dataclass(eq=False)
+class EagerStep(WatchedStep):
     """hidden: [T, hidden] after the last block. choices: one for each row of the sampled `spans`."""
 
-    batch: StepBatch
-    hidden: Tensor
-    began_s: float
-    health: Health
-    parts: BlockByBlock | None = None
-    spans: Sequence[int] = ()
-    rows: Sequence[int] = ()
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+    began_s: float = field(default_factory=time.perf_counter)
     choices: list[SampledToken] = field(default_factory=list)
-    next_step: EagerStep | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -62,7 +56,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
-        step = EagerStep(batch, torch.empty(0), time.perf_counter(), Health(followed=after is not None))
+        step = EagerStep(batch, Health(followed=after is not None))
         spans = batch.spans
         if after is not None:
             after.next_step = step
@@ -73,7 +67,7 @@ class EagerExecutor:
         step.kept = {block: self._room(len(tokens)) for block in self._kept_blocks}
         self.clock.lap(Stage.INPUTS)
         if in_parts:
-            step.parts = BlockByBlock(self._model, batch, tokens, inputs, step.kept)
+            step.parts = BlockByBlock(self._model, tokens, inputs, step.kept)
             self._unfinished = step
             return step
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
@@ -137,23 +131,15 @@ class EagerExecutor:
     @torch.inference_mode()
     def wait(self, step: EagerStep) -> StepResult:
         bad = {row for row, choice in zip(step.rows, step.choices, strict=True) if choice.token < 0}
-        result = step_result(step.batch, step.spans, step.choices, self._faults(step, bad))
+        between = self._unfinished is not None
+        faults = self._session.step_faults(step, bad, step.hidden, between_parts=between)
+        result = step_result(step.batch, step.spans, step.choices, faults)
         result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step))
         step.next_step = None
         return result
 
     def _score(self, step: EagerStep, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         return token_logprobs(self._logits(step, rows), tokens, top)
-
-    def _faults(self, step: EagerStep, bad: Collection[int]) -> dict[int, str]:
-        spans, behind = step.batch.spans, step.next_step
-        if step.parts is not None:
-            return self._session.faults_in_parts(spans, non_finite_rows(step.hidden))
-        if self._unfinished is not None:
-            return self._session.faults_between(spans, bad)
-        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
-        following = None if behind is None else (behind.batch.spans, behind.health)
-        return self._session.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=following)
 
     def can_follow(self, step: EagerStep) -> bool:
         decodes = all(len(span.tokens) == 1 for span in step.batch.spans)

@@ -8,7 +8,7 @@ another (hidden states, logits) is copied to buffers outside the memory pool tha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,10 +23,10 @@ from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark, Queue
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.parts import BlockByBlock, non_finite_rows
+from proa.engine.executors.parts import BlockByBlock
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
-from proa.engine.executors.watch import Health, WatchedSession
+from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
@@ -48,20 +48,13 @@ class _Captured:
 
 
 @dataclass(eq=False)
-class GraphStep:
-    """graph: None for steps launched op by op. rows: the sampled ones, in the order of `spans`. done: a mark after the
-    head."""
+class GraphStep(WatchedStep):
+    """graph: None for steps launched op by op. done: a mark after the head."""
 
-    batch: StepBatch
-    health: Health
     graph: _Captured | None = None
-    parts: BlockByBlock | None = None
-    spans: Sequence[int] = ()
-    rows: Sequence[int] = ()
     wishes: Sequence[Row] = ()
     done: Mark | None = None
     num_launched: int = 0  # the session's number of launches at `done`
-    next_step: GraphStep | None = None  # launched after it, before its tokens were read
 
 
 class GraphExecutor:
@@ -194,7 +187,7 @@ class GraphExecutor:
         tokens, inputs = self._on.step(self._on.inputs, rows)
         # Other steps overwrite the buffers of dynamic angles.
         angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
-        step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles), self._on.kept)
+        step.parts = BlockByBlock(self._model, tokens, replace(inputs, angles=angles), self._on.kept)
         self._unfinished = step
 
     @torch.inference_mode()
@@ -291,7 +284,9 @@ class GraphExecutor:
             tokens: list[int] = self._host_best[: len(step.rows)].tolist()
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
-            result = step_result(step.batch, step.spans, choices, self._faults(step, bad))
+            between = self._unfinished is not None
+            faults = self._session.step_faults(step, bad, self._on.hidden, between_parts=between)
+            result = step_result(step.batch, step.spans, choices, faults)
             if step.batch.prompt_logprobs:
                 result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
         step.next_step = None
@@ -304,17 +299,6 @@ class GraphExecutor:
         choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)
         self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
         return choices
-
-    def _faults(self, step: GraphStep, bad: Collection[int]) -> dict[int, str]:
-        spans, behind = step.batch.spans, step.next_step
-        if step.parts is not None:
-            rows = step.batch.num_tokens
-            return self._session.faults_in_parts(spans, non_finite_rows(self._on.hidden[:rows]))
-        if self._unfinished is not None:
-            return self._session.faults_between(spans, bad)
-        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
-        following = None if behind is None else (behind.batch.spans, behind.health)
-        return self._session.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=following)
 
     def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         self._launch_head(rows, ())

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from proa.engine.executors.batch import StepBatch
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 
@@ -14,13 +13,11 @@ from proa.layers.step import Step
 class BlockByBlock:
     """A forward pass of `model` that can pause after any block."""
 
-    def __init__(
-        self, model: Decoder, batch: StepBatch, tokens: Tensor, step: Step, kept: Mapping[int, Tensor]
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Decoder, tokens: Tensor, step: Step, kept: Mapping[int, Tensor]) -> None:
         """kept: block -> buffer that its output is copied to."""
-        self.batch, self._kept, self._num_blocks = batch, kept, len(model.blocks)
         self.hidden = tokens.new_empty(0)  # [T, hidden] after the last computed block
-        self._blocks, self._left = model.by_blocks(tokens, step), len(model.blocks)
+        self._outputs, self._left = enumerate(model.by_blocks(tokens, step)), len(model.blocks)
+        self._kept = kept
 
     @property
     def done(self) -> bool:
@@ -30,11 +27,10 @@ class BlockByBlock:
         """Compute up to `blocks` more blocks. Returns how many were computed."""
         count = min(blocks, self._left)
         for _ in range(count):
-            self.hidden = next(self._blocks)
-            place = self._kept.get(self._num_blocks - self._left)
-            if place is not None:
-                place[: len(self.hidden)].copy_(self.hidden)
-            self._left -= 1
+            block, self.hidden = next(self._outputs)
+            if block in self._kept:
+                self._kept[block][: len(self.hidden)].copy_(self.hidden)
+        self._left -= count
         return count
 
 

@@ -11,7 +11,10 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from proa.engine.executors.batch import Span
+from torch import Tensor
+
+from proa.engine.executors.batch import Span, StepBatch
+from proa.engine.executors.parts import BlockByBlock, non_finite_rows
 from proa.engine.executors.session import Session
 from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
@@ -33,6 +36,19 @@ class Health:
     followed: bool = False
     doubtful: bool = False
     early: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class WatchedStep:
+    """A launched step: whose rows may be non-finite, and what is known of it. rows: the sampled ones, in the order of
+    `spans`. next_step: launched after it, before its tokens were read."""
+
+    batch: StepBatch
+    health: Health
+    parts: BlockByBlock | None = None
+    spans: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    next_step: WatchedStep | None = None
 
 
 class WatchedSession:
@@ -70,6 +86,20 @@ class WatchedSession:
                 self._session.end()
             except NumericsError as error:
                 self._cpu_error = error.message
+
+    def step_faults(
+        self, step: WatchedStep, bad: Collection[int], hidden: Tensor, *, between_parts: bool
+    ) -> dict[int, str]:  # fmt: skip
+        """The faults of a finished step by index of the span. bad: sampled rows whose logits are not finite. hidden:
+        the step's hidden states, in its first rows. between_parts: another step, in parts, is unfinished."""
+        spans, following = step.batch.spans, step.next_step
+        if step.parts is not None:
+            return self.faults_in_parts(spans, non_finite_rows(hidden[: step.batch.num_tokens]))
+        if between_parts:
+            return self.faults_between(spans, bad)
+        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
+        next_step = None if following is None else (following.batch.spans, following.health)
+        return self.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=next_step)
 
     def faults_of(
         self, spans: Sequence[Span], health: Health, bad: Collection[int], *, all_scored: bool,
