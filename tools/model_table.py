@@ -83,7 +83,7 @@ def ram_bytes(spec: Model, stored: dict[str, str]) -> int:
 
 
 def roof_tokens_per_s(spec: Model, stored: dict[str, str]) -> float:
-    """Of one request, routing even, no expert in VRAM, nothing read ahead."""
+    """Roof of decode, tokens/s: one request, uniform routing, no expert in VRAM, no prefetch of the next layer."""
     from_ram = sum(layer.top_k * layer.expert_bytes for layer in moe_layers(spec, stored))
     from_vram = dense_read_bytes(spec, stored) + past_bytes(spec, ROOF_CONTEXT, 2, 2)
     return 1 / (from_ram / RAM_BYTES_PER_S + from_vram / VRAM_BYTES_PER_S)

@@ -131,8 +131,8 @@ def spans(lengths: list[int], start: int, first: int) -> list[Span]:
 def test_a_step_in_parts_has_the_bits_of_a_whole_step(
     kind: str, family: str, load: Callable[[str, str], Loaded]
 ) -> None:
-    """The same bits, whatever is computed between the parts, by more rows each time: the last sum of a block must be
-    rounded alike in the fused norm and alone."""
+    """Decode steps of ever more rows run between the parts. Equal bits need the last sum of a block to be rounded alike
+    in the fused norm and alone."""
     model, found = load(kind, family), []
     for lane in (False, True):
         executor = case_of(model).executor

@@ -35,7 +35,7 @@ def options(gpu: str, dtype: str) -> EngineOptions:
     ],
 )
 def test_a_prompt_goes_on(gpu: str, dtype: str, tmp_path: Path) -> None:
-    """The same prompt again, and the next turn: only their last few tokens are computed."""
+    """A prompt that is sent again, and the conversation's next turn, compute only their last few tokens."""
     folder = make_tiny("qwen3-next", tmp_path)
     plan = prepare(str(folder), options(gpu, dtype)).plan
     assert plan.state_copies >= COPIES, "states in bfloat16 are smaller"

@@ -305,7 +305,7 @@ def test_context(scaling: dict[str, Any], context: int) -> None:
 
 
 def test_top_level_original_positions_win() -> None:
-    """The same as transformers' standardize_rope_params does."""
+    """transformers' standardize_rope_params has the same precedence."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     mixer = mixer_of("LlamaForCausalLM", rope_scaling=scaling, original_max_position_embeddings=256)
     assert mixer.rope.scaling == RopeScaling("yarn", 4.0, 256)

@@ -279,7 +279,8 @@ def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.d
 
 
 def in_pieces(addresses: Tensor, packed: Tensor, of: Layout, count: int, kept: list[Tensor]) -> Tensor:
-    """The same matrices, for some pairs in `count` separate pieces; kept: keeps their memory."""
+    """Addresses of the same matrices, where some pairs' lie in `count` separate pieces. kept: owns the memory of the
+    pieces."""
     device = packed.device
     found = addresses.clone()
     for pair, address in enumerate(addresses.flatten().tolist()):

@@ -116,7 +116,7 @@ def test_a_sink_without_any_room_is_an_error() -> None:
 
 
 def test_of_linear_attention_the_large_projections_have_the_format() -> None:
-    """The same choice as in Qwen3-Next's own FP8 checkpoint."""
+    """Qwen3-Next's own FP8 checkpoint quantises the same projections."""
     names = [name for name, _ in spec_of("qwen3-next", layers=4).params() if name.startswith("blocks.0.mixer.")]
     coded = {name.removeprefix("blocks.0.mixer.") for name in names if is_coded(name)}
     assert coded == {"qkvz.weight", "out.weight"}
@@ -124,7 +124,7 @@ def test_of_linear_attention_the_large_projections_have_the_format() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_linear_layers_have_the_format_too(form: str) -> None:
-    """The same bytes in RAM and, through a staging that is too small for whole matrices, on a GPU; the head is not
+    """Packed bytes are equal in RAM and on a GPU, although the staging is too small for a whole matrix. The head is not
     quantised."""
     spec, kept, q = spec_of(), DUMMY[f"dummy {form}"], "blocks.0.mixer.q.weight"
     shape = dict(spec.params())[q]
