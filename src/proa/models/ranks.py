@@ -392,7 +392,8 @@ def _placed(
         if key is None:
             found[name] = Part(name, (range(shape[0]),), None, shared if ranks > 1 else "")
         elif place := places[key]:
-            found[name] = Part(name, *place)
+            rows, columns, why = place
+            found[name] = Part(name, _merged(rows), columns, why)
         else:
             found[name] = None
     return found
@@ -405,6 +406,16 @@ def _replicated(
     whole = _placed(s.params(), {last: None}, ranks, why)
     summed = {name: Part(name, (range(shape[0]),)) for name, shape in s.params() if whole[name] is None}
     return [_Piece(s, whole if r else whole | summed) for r in range(ranks)]
+
+
+def _merged(ranges: Sequence[range]) -> tuple[range, ...]:
+    """The ranges, with neighbours that continue each other as one."""
+    found: list[range] = []
+    for of in ranges:
+        if found and found[-1].stop == of.start:
+            of = range(found.pop().start, of.stop)
+        found.append(of)
+    return tuple(found)
 
 
 def _not_divisible(what: str, ranks: _Ranks, unit: int) -> str:
