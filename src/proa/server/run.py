@@ -26,6 +26,14 @@ from proa.engine.ipc import Loading
 from proa.errors import EngineDead, ProaError, ResourceError, UsageError
 from proa.llm import AsyncLLM
 from proa.server.app import build_app
+from proa.server.connections import (
+    ACCEPT_BATCH,
+    HEAD_S,
+    LISTEN_BACKLOG,
+    Connection,
+    OpenConnections,
+    raise_descriptor_limit,
+)
 from proa.server.service import Service
 from proa.server.welcome import welcome
 
@@ -65,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
         raise _bind_error(error, host, port) from error
@@ -144,8 +152,25 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port instead of answering 503; `serve_on` has its
-    own."""
+    """uvicorn with the deadlines and limits of `connections`, and without its signal handlers, which would close the
+    port instead of answering 503; `serve_on` has its own."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        opened = OpenConnections(raise_descriptor_limit())
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                lambda: Connection(self.config, self.server_state, opened),
+                sock=listener,
+                ssl=self.config.ssl,
+                backlog=ACCEPT_BATCH,
+                ssl_handshake_timeout=HEAD_S if self.config.ssl else None,
+            )
+            for listener in sockets
+        ]
+        for listener in sockets:
+            listener.listen(LISTEN_BACKLOG)  # create_server has lowered it to the batch
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
