@@ -1,4 +1,4 @@
-"""Clients that hold connections without sending, or send byte by byte; limits of open connections; repeated log lines."""
+"""Clients that hold connections without sending, or send bytes slowly; limits of connections; repeated log lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-@pytest.fixture()
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines of fractions of a second."""
     monkeypatch.setattr(connections, "HEAD_S", 0.4)
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_WINDOW_S", 0.2)
 
 
-@pytest.fixture()
+@pytest.fixture
 def served(tokenizer: Tokenizer, quick: None) -> Iterator[Served]:
     with Served(tokenizer, Reply(tokenizer.encode("Hello world"), delay_s=0.4)) as running:
         while httpx.get(f"{running.url}/health").status_code != 200:

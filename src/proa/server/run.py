@@ -3,7 +3,8 @@
 The port opens before the model is loaded. The first SIGTERM or SIGINT drains: new requests get 503, running requests
 have --drain-seconds to finish, the rest are aborted with an error, and the exit code is 0. A second signal exits
 immediately with exit code 1. If the model cannot be loaded or the engine dies, running requests get an error, /health
-gives the reason, and the process exits with the error's exit code, so that a supervisor can restart it.
+gives the reason, and the process exits with the error's exit code, so that a supervisor can restart it. An engine that
+dies is restarted first (engine/processes/restarting.py), unless the server runs with --no-restart.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ Launch = Callable[[Progress], Awaitable[AsyncLLM]]  # returns while the engine i
 ERROR_RESPONSES_S = 2.0  # for error responses to reach their clients before the process exits
 ENGINE_STOP_S = 1.0  # for the engine to stop after a second signal
 _KEEP_ALIVE_S = 75  # for idle connections; longer than common clients and proxies keep them in their pools
-_WATCH_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -197,8 +197,7 @@ async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable
     service.llm = await launch(_progress_into(service))
     await service.llm.engine.wait_ready()
     when_ready()
-    while service.llm.engine.state == "ready":
-        await asyncio.sleep(_WATCH_S)
+    await service.llm.engine.wait_ended()
     raise service.llm.engine.failure or EngineDead("The engine stopped by itself.", "Restart the server.")
 
 
