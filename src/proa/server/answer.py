@@ -4,7 +4,8 @@ into one response. The objects themselves are written by chat.py, completions.py
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import msgspec
 from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
+from proa.parsers.events import AnswerParser, ChoiceParser, Parsed, PlainText
 from proa.server.replies import PromptDetails, Usage
 from proa.server.service import RequestRecord
 from proa.text.answer import numerics_error
@@ -24,8 +26,9 @@ from proa.types import Chunk, FinishReason, SamplingParams
 class ReplyWriter(Protocol):
     """Writes the response of one request in its endpoint's format; stateful, one instance per request."""
 
-    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Any]:
-        """Yield zero or more stream objects for one chunk; attach `usage` to each if given."""
+    def objects(self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: Usage | None) -> Iterator[Any]:
+        """Yield zero or more stream objects for one chunk; attach `usage` to each if given. parsed: the chunk's text,
+        split into visible text, reasoning and tool calls."""
 
     def last_objects(self, usage: Usage) -> Iterator[Any]:
         """Yield the final stream objects: the usage, without text."""
@@ -45,6 +48,7 @@ class Job:
     continuous_usage: bool
     writer: ReplyWriter
     ends_with_usage: bool
+    parser: Callable[[], AnswerParser] = PlainText  # called once per choice
     is_prompt_only: bool = False  # max_tokens 0: the engine generates one token, which is discarded
 
 
@@ -57,6 +61,7 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
     usage.total_tokens = record.prompt_tokens = usage.prompt_tokens
     clock = _TokenClock(record, metrics)
+    parsers: defaultdict[tuple[int, int], ChoiceParser] = defaultdict(lambda: ChoiceParser(job.parser()))
     streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:
@@ -65,7 +70,8 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
                 chunk = _without_token(chunk)
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
             _count(usage, record, chunk)
-            for written in job.writer.objects(prompt_index, chunk, usage if job.continuous_usage else None):
+            parsed = parsers[prompt_index, chunk.index].feed(chunk.text, chunk.markers, chunk.finish)
+            for written in job.writer.objects(prompt_index, chunk, parsed, usage if job.continuous_usage else None):
                 yield written
     if job.ends_with_usage:
         for written in job.writer.last_objects(usage):

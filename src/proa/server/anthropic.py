@@ -7,6 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from proa.llm import AsyncLLM
+from proa.parsers.events import Parsed, Text
 from proa.server import replies
 from proa.server.answer import Job
 from proa.server.anthropic_replies import (
@@ -75,14 +76,17 @@ class MessagesReplyWriter:
         self._is_open = False
         self._ending = Ending("end_turn")
 
-    def objects(self, prompt_index: int, chunk: Chunk, usage: replies.Usage | None) -> Iterator[StreamEvent]:
+    def objects(
+        self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: replies.Usage | None
+    ) -> Iterator[StreamEvent]:
         if not self._is_open:
             self._is_open = True
             counted = _usage(len(chunk.prompt_tokens or ()), chunk.cached_tokens or 0, 0)
             yield MessageStart(Message(self._id, self._model, counted))
             yield ContentBlockStart(TextBlock())
-        if chunk.text:
-            yield ContentBlockDelta(TextDelta(chunk.text))
+        for event in parsed.events:
+            if isinstance(event, Text):
+                yield ContentBlockDelta(TextDelta(event.text))
         if chunk.finish is not None:
             self._ending = _ending(chunk)
             yield ContentBlockStop()

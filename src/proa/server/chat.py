@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
+from proa.parsers.events import Parsed, Text
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
 from proa.server.prompts import read_messages, read_tools, refuse_too_many, tokenize_chat
@@ -79,20 +80,21 @@ class ChatReplyWriter:
         self._created = int(time.time())
         self._opened: set[int] = set()
 
-    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[ChatChunk]:
+    def objects(self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: Usage | None) -> Iterator[ChatChunk]:
         if chunk.index not in self._opened:
             self._opened.add(chunk.index)
             yield self._opening(chunk, usage)
         has_logprobs = self._request.logprobs and chunk.logprobs
-        if chunk.text or has_logprobs or (chunk.tokens and self._request.return_token_ids):
-            choice = ChatChunkChoice(chunk.index, Delta(content=chunk.text))
+        text = "".join(event.text for event in parsed.events if isinstance(event, Text))
+        if text or has_logprobs or (chunk.tokens and self._request.return_token_ids):
+            choice = ChatChunkChoice(chunk.index, Delta(content=text))
             if has_logprobs:
                 choice.logprobs = chat_logprobs(self._tokenizer, chunk.logprobs or [])
             if self._request.return_token_ids:
                 choice.token_ids = chunk.tokens
             yield self._object([choice], usage)
         if chunk.finish is not None:
-            choice = ChatChunkChoice(chunk.index, Delta(), None, chunk.finish, chunk.stop_reason)
+            choice = ChatChunkChoice(chunk.index, Delta(), None, parsed.finish, chunk.stop_reason)
             yield self._object([choice], usage)
 
     def _opening(self, chunk: Chunk, usage: Usage | None) -> ChatChunk:

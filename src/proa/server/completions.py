@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
+from proa.parsers.events import Parsed
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
 from proa.server.prompts import encode_text, refuse_too_many
@@ -87,7 +88,7 @@ class CompletionReplyWriter:
         self._scores: dict[int, list[TokenLogprob | None]] = {}  # prompt logprobs by prompt index
         self._held: dict[int, list[Chunk]] = {}  # chunks that wait for their prompt's logprobs
 
-    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Completion]:
+    def objects(self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: Usage | None) -> Iterator[Completion]:
         """Yield the objects of one chunk. Prompt logprobs come with choice 0 only; other choices' chunks are held
         back until they arrive."""
         ready = [chunk]
