@@ -20,7 +20,7 @@ ORDER = (
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
 ENGINE_ORDER = ("scheduling", "executors", "engine", "building", "processes")
-ENGINE_LOOP, ENGINE_VALUES = ("engine", "lane", "runner", "count_saver"), ("ipc", "stats")
+ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc", "stats")
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (
@@ -60,7 +60,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
 
 
 def engine_part(module: str) -> int | None:
-    """Place in ENGINE_ORDER of "engine/executors/graphs" or "engine/lane"; None for values and other packages."""
+    """Place in ENGINE_ORDER of "engine/executors/graphs" or "engine/turns"; None for values and other packages."""
     parts = module.split("/")
     if parts[0] != "engine" or len(parts) == 1 or parts[1] in ENGINE_VALUES:
         return None
