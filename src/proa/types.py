@@ -70,7 +70,8 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence of tags, with `separator` between two.
 
     triggers: texts that begins of tags start with. With triggers the tags stand in free text, where a trigger always
-    starts a tag; without triggers there is no other text. at_least, at_most: number of tags.
+    starts a tag; without triggers there is no other text. at_least, at_most: number of tags; with at_most the answer
+    ends after the last tag.
     """
 
     tags: tuple[Tag, ...]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from proa.errors import RequestError
@@ -112,8 +112,9 @@ def _lark(constraint: Constraint) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A Lark terminal that matches the pattern."""
-    return "/" + re.sub(r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], pattern, flags=re.S) + "/"
+    """A Lark terminal that matches the pattern, in which \\d is an ASCII digit."""
+    one_line = re.sub(r"\\?\n", lambda _: r"\n", pattern)
+    return f"/{regex_to_lark(one_line, 'd')}/"
 
 
 def _literal(text: str) -> str:
@@ -145,11 +146,20 @@ def _of_tags(constraint: Constraint, special: Mapping[str, int]) -> str:
     one = " | ".join(f"tag_{i}" for i in range(len(tags.tags)))
     rules += [_lead(rule, trigger, special) for trigger, rule in leads.items()]
     between = f"{_marked(tags.separator, special)} one" if tags.separator else "one"
-    more = f"({between}){{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
-    rules += [f"one: {one}", f"all: one {more}", f"start: all{'?' if least == 0 else ''} {'REST' if leads else ''}"]
+    more = "" if most == 1 else f"({between}){{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
+    rules += [f"one: {one}", f"all: one {more}", f"start: {_around(least, most, free_text=bool(leads))}"]
     rules += [r"REST: /(.|\n)*/"] if leads else []
     lark = "\n".join(rules)
     return msgspec.json.encode({"grammars": [{"name": "tags", "lark_grammar": lark}, *inner]}).decode()
+
+
+def _around(least: int, most: int | None, *, free_text: bool) -> str:
+    """The rule for all tags and the free text after them."""
+    if not free_text:
+        return "all" if least else "all?"
+    if most is None:
+        return "all REST" if least else "all? REST"
+    return "all" if least else "all | REST"
 
 
 def _content(constraint: Constraint) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import msgspec
@@ -29,12 +30,14 @@ class Lexicon:
         self.tokens, self.end = vocabulary.tokens, len(vocabulary.tokens)
         self.num_words = self.end // 32 + 1  # int32 words of a mask with a bit for each token and for `end`
         self.special = {self.tokens[token].decode("utf-8", "replace"): token for token in vocabulary.special}
-        self.tree = LLTokenizer(_Adapter(vocabulary), eos_token=self.end)
+        adapter = _Adapter(vocabulary)
+        self.tree = LLTokenizer(adapter, eos_token=self.end)
+        adapter.by_longest = self.tree.greedy_tokenize
 
 
 class _Adapter(TokenizerWrapper):
     """The attributes that llguidance reads of a tokenizer. It calls the object to find the usual tokens of a text that
-    a grammar forces."""
+    a grammar forces, which are then the only ones allowed. Their bytes must be those of the text."""
 
     is_tokenizer_wrapper = True
 
@@ -43,6 +46,7 @@ class _Adapter(TokenizerWrapper):
         self.tokens = [*vocabulary.tokens, b"<end>"]
         self.special_token_ids = [*vocabulary.special, self.eos_token_id]
         self._json = vocabulary.tokenizer
+        self.by_longest: Callable[[str], list[int]] = lambda text: []  # until the tree is built
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
@@ -52,4 +56,5 @@ class _Adapter(TokenizerWrapper):
 
     def __call__(self, s: str) -> list[int]:
         ids: list[int] = self._backend.encode(s, add_special_tokens=False).ids
-        return ids
+        same = b"".join(self.tokens[token] for token in ids) == s.encode()
+        return ids if same else self.by_longest(s)  # sentencepiece puts a space before a text

@@ -110,12 +110,9 @@ class Scheduler:
         refuse_impossible(source, self.limits, self._allocator.num_pages)
         refuse_crowd(source, self.limits, self._waiting, len(self._running))
         request = Request(
-            source,
-            arrival=self._arrivals,
-            context_tokens=self.limits.context_tokens,
-            page_tokens=self.limits.page_tokens,
-            matcher=matcher,
-        )
+            source, arrival=self._arrivals, context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens, matcher=matcher,
+        )  # fmt: skip
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.add(request)
