@@ -18,6 +18,7 @@ from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
+from proa.parsers.events import AnswerParser, PlainText
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
 from proa.text.answer import Answer, AnswerFold, require_complete
@@ -121,6 +122,10 @@ class AsyncLLM:
                 param="prompt",
             )
         return list(prompt)
+
+    def answer_parser(self, chat: Chat, prompt_tokens: list[int]) -> AnswerParser:
+        """Make the parser of one answer to a conversation."""
+        return PlainText()
 
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Raise the RequestError or ContextLengthExceeded that `stream` would raise for this request."""

@@ -21,14 +21,12 @@ _MAX_HEADER_CHARACTERS = 1000
 R = TypeVar("R", bound=ApiRequest)
 
 
-async def read_request(
-    request: Request, service: Service, endpoint: Endpoint, schema: type[R]
-) -> tuple[R, dict[str, str]]:
-    """Return (validated request, headers to add to the response). Raises ApiError or RequestError."""
+async def read_request(request: Request, service: Service, endpoint: Endpoint, schema: type[R]) -> tuple[R, list[str]]:
+    """Return (validated request, names of fields without effect). Raises ApiError or RequestError."""
     strict = service.options.strict
     body = await service.unless_draining(read_json(request))
     try:
-        fields, unknown = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
+        fields, unknown, ignored = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
         asked = schema.model_validate(fields)
     except RecursionError as error:
         raise ApiError(400, "invalid_value", "The request is nested too deeply.") from error
@@ -39,12 +37,12 @@ async def read_request(
     unknown += asked.unknown_options
     service.warn_unknown(unknown)
     service.check_model(asked.model)
-    return asked, _ignored_header(unknown)
+    return asked, [*unknown, *ignored, *asked.unused_options]
 
 
-def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Build the header that lists unknown fields, percent-encoded. At the length limit it lists whole names and a count
-    of the rest: a truncated percent-escape would be invalid."""
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Build the header that lists fields without effect, percent-encoded. At the length limit it lists whole names and
+    a count of the rest: a truncated percent-escape would be invalid."""
     if not names:
         return {}
     shown: list[str] = []
