@@ -46,7 +46,7 @@ class Decoder:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec = model
-        self.argmax, self._add = ops.argmax, ops.add
+        self.argmax, self._add, self._join, self._gather = ops.argmax, ops.add, ops.join, ops.gather
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
         with_experts = [(block.ffn, block.norm2.norm) for block in self.blocks if isinstance(block.ffn, Moe)]
@@ -60,7 +60,7 @@ class Decoder:
 
         kept: by block, where its output is copied to: tensors of T rows or more (draft heads read them).
         """
-        x, y = self.embed(tokens), None
+        x, y = self._join(self.embed(tokens)), None
         for i, (block, cache) in enumerate(zip(self.blocks, step.caches, strict=True)):
             x, y = block(x, y, step, cache)
             if kept is not None and i in kept:
@@ -71,7 +71,7 @@ class Decoder:
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
         """Compute one block at a time and yield the residual stream after each; the last one is the result. The stream
         is kept in tensors of its own, so that other steps may run in between."""
-        x = self.embed(tokens)
+        x = self._join(self.embed(tokens))
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x = self._sum(*block(x, None, step, cache))
             yield x
@@ -82,7 +82,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
         x = self.norm(hidden)
-        return self.embed.logits(x) if self.head is None else self.head(x)
+        return self._gather(self.embed.logits(x) if self.head is None else self.head(x))
 
     def parameters(self) -> Parameters:
         """Every parameter's name, as in models/spec.py, and its target."""

@@ -281,6 +281,15 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The experts of one rank, if they are divided over ranks: `count` of `scored`, from number `first` on."""
+
+    first: int
+    count: int
+    scored: int
+
+
+@dataclass(frozen=True)
 class Router:
     """Router logits -> top-k expert ids and weights, in float32; ops/table.py, Route, has the formulas."""
 
@@ -292,6 +301,7 @@ class Router:
     epsilon: float = 0.0  # added to the sum that renormalising divides by
     least: float = 0.0  # lower bound of that sum
     linear_bias: bool = False  # bias of the projection that gives the logits
+    held: Held | None = None  # the layer's experts, if they are only some of those that the router scores
 
 
 @dataclass(frozen=True)
@@ -313,13 +323,18 @@ class Moe:
     def expert(self) -> Mlp:
         return Mlp(self.hidden, self.width, self.bias, self.gating)
 
+    @property
+    def scored(self) -> int:
+        """Number of experts that the router scores."""
+        return self.router.held.scored if self.router.held else self.experts
+
     def params(self, routed: bool = True) -> Params:
         """Every parameter with its shape; routed: including the routed experts."""
-        yield "router.weight", (self.experts, self.hidden)
+        yield "router.weight", (self.scored, self.hidden)
         if self.router.linear_bias:
-            yield "router.bias", (self.experts,)
+            yield "router.bias", (self.scored,)
         if self.router.correction:
-            yield "router.correction", (self.experts,)
+            yield "router.correction", (self.scored,)
         expert = tuple(self.expert.params())
         for e in range(self.experts if routed else 0):
             for name, shape in expert:
@@ -397,7 +412,8 @@ class Model:
     def num_active_params(self) -> int:
         """Parameters read to decode one token: of the experts only the top-k, the head whole, an untied embedding
         counted as 0 (one row)."""
-        idle = sum((b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe))
+        moes = [b.ffn for b in self.blocks if isinstance(b.ffn, Moe)]
+        idle = sum(max(0, ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in moes)
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 
