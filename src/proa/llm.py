@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
@@ -34,6 +36,20 @@ Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
+class TextSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process needs to tokenise and check this model's requests."""
+
+    plan: Plan
+    tokenizer_path: str
+    chat_template: str | None
+    vocab_size: int
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
+
+
 class AsyncLLM:
     """One model, loaded or loading, for asyncio programs.
 
@@ -52,6 +68,7 @@ class AsyncLLM:
     ) -> None:
         """Wrap a running engine; use `launch` to start one. `vocab_size` defaults to the tokenizer's; `config` and
         `generation_config` are the checkpoint's JSON files. Raises ConfigError."""
+        self.source: TextSource | None = None
         self.plan = plan
         self.engine = engine
         self.tokenizer = tokenizer
@@ -96,16 +113,35 @@ class AsyncLLM:
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
-        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        return cls(
-            prepared.plan,
-            await (RestartingEngine.launch(launch) if restart else launch()),
-            tokenizer,
+        source = TextSource(
+            plan=prepared.plan,
+            tokenizer_path=str(path),
+            chat_template=options.model.chat_template,
             vocab_size=prepared.declared.spec.vocab,
-            config=checkpoint.config,
+            config=dict(checkpoint.config),
             generation_config=checkpoint.generation_config,
         )
+        tokenizer = await asyncio.to_thread(source.load_tokenizer)
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
+        return cls._of(source, await (RestartingEngine.launch(launch) if restart else launch()), tokenizer)
+
+    @classmethod
+    def without_engine(cls, source: TextSource) -> AsyncLLM:
+        """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
+        return cls._of(source, cast(EngineHandle, None), source.load_tokenizer())
+
+    @classmethod
+    def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer) -> AsyncLLM:
+        llm = cls(
+            source.plan,
+            engine,
+            tokenizer,
+            vocab_size=source.vocab_size,
+            config=source.config,
+            generation_config=source.generation_config,
+        )
+        llm.source = source
+        return llm
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids: a text, a Chat (rendered with the chat template), or a list of ids (returned

@@ -217,7 +217,9 @@ def test_without_stored_responses(tokenizer: Tokenizer, field: dict[str, Any]) -
 
 
 def test_an_error_in_the_middle_is_a_failed_response(tokenizer: Tokenizer) -> None:
-    with Served(tokenizer, Reply(tokenizer.encode("Hello quick fox"), error=EngineDead("It died."), error_after=1)) as served:
+    with Served(
+        tokenizer, Reply(tokenizer.encode("Hello quick fox"), error=EngineDead("It died."), error_after=1)
+    ) as served:
         last = events_of(post(served))[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "engine_dead", "message": "It died."}

@@ -56,6 +56,7 @@ async def _generate(
     """Serve one request. All checks run before the first byte of a stream, so that a refusal has its own status."""
     asked, ignored = await read_request(request, service, endpoint, schema)
     llm, record, receive = service.ready(), record_of(request), request.receive
+    await service.turns.next()
     job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
     headers = ignored_header([*ignored, *asked.cut_limits(job.params.max_tokens)])
     objects = answer_objects(llm, job, record, service.metrics)

@@ -16,6 +16,7 @@ from proa.errors import EngineDead, ProaError, ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.errors import ApiError, from_proa
+from proa.server.precheck import Precheck
 from proa.server.stored_responses import StoredResponses
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,19 @@ class RequestRecord:
     error: str = ""  # why a response that began with status 200 failed
 
 
+class Turns:
+    """Queues work of milliseconds, such as tokenising a prompt: one piece for each turn of the event loop. A burst of
+    requests would else stop the loop until all of them were tokenised."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Return when it is the caller's turn; its work goes until it waits for something."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
 class Service:
     """One served model. `llm` is None until the checkpoint is found and its engine has started to load."""
 
@@ -46,12 +60,14 @@ class Service:
         self.options = options
         self.requested_model = model
         self.llm = llm
+        self.precheck: Precheck | None = None
         self.progress: Loading | None = None  # search and download, before there is an engine
         self.failure: ProaError | None = None
         self.draining = asyncio.Event()
         self.in_flight = 0  # HTTP requests being served
         self.metrics = Metrics(self._sample)
         self.responses = StoredResponses(options.stored_responses)
+        self.turns = Turns()
         self.created_s = int(time.time())
         self._warned: set[str] = set()
 
