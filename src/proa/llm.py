@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
@@ -19,6 +21,7 @@ from proa.engine.processes.handle import EngineHandle
 from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
 from proa.grammar.checker import GrammarChecker
+from proa.parsers.events import AnswerParser, PlainText
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
 from proa.text.answer import Answer, AnswerFold, require_complete
@@ -32,6 +35,20 @@ from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
+
+
+class TextSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process needs to tokenise and check this model's requests."""
+
+    plan: Plan
+    tokenizer_path: str
+    chat_template: str | None
+    vocab_size: int
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
 
 
 class AsyncLLM:
@@ -52,6 +69,7 @@ class AsyncLLM:
     ) -> None:
         """Wrap a running engine; use `launch` to start one. `vocab_size` defaults to the tokenizer's; `config` and
         `generation_config` are the checkpoint's JSON files. Raises ConfigError."""
+        self.source: TextSource | None = None
         self.plan = plan
         self.engine = engine
         self.tokenizer = tokenizer
@@ -98,16 +116,35 @@ class AsyncLLM:
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
-        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        return cls(
-            prepared.plan,
-            await (RestartingEngine.launch(launch) if restart else launch()),
-            tokenizer,
+        source = TextSource(
+            plan=prepared.plan,
+            tokenizer_path=str(path),
+            chat_template=options.model.chat_template,
             vocab_size=prepared.declared.spec.vocab,
-            config=checkpoint.config,
+            config=dict(checkpoint.config),
             generation_config=checkpoint.generation_config,
         )
+        tokenizer = await asyncio.to_thread(source.load_tokenizer)
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
+        return cls._of(source, await (RestartingEngine.launch(launch) if restart else launch()), tokenizer)
+
+    @classmethod
+    def without_engine(cls, source: TextSource) -> AsyncLLM:
+        """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
+        return cls._of(source, cast(EngineHandle, None), source.load_tokenizer())
+
+    @classmethod
+    def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer) -> AsyncLLM:
+        llm = cls(
+            source.plan,
+            engine,
+            tokenizer,
+            vocab_size=source.vocab_size,
+            config=source.config,
+            generation_config=source.generation_config,
+        )
+        llm.source = source
+        return llm
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids: a text, a Chat (rendered with the chat template), or a list of ids (returned
@@ -124,6 +161,10 @@ class AsyncLLM:
                 param="prompt",
             )
         return list(prompt)
+
+    def answer_parser(self, chat: Chat, prompt_tokens: list[int]) -> AnswerParser:
+        """Make the parser of one answer to a conversation."""
+        return PlainText()
 
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Raise the RequestError or ContextLengthExceeded that `stream` would raise for this request."""

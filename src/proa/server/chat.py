@@ -12,7 +12,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Parsed, Text
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import read_messages, read_tools, refuse_too_many, tokenize_chat
+from proa.server.prompts import fitted, read_messages, read_tools, refuse_too_many, tokenize_chat
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -34,7 +34,7 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     params = _params(request)
     refuse_too_many(llm, request.n, "n")
     prompt = await tokenize_chat(llm, as_chat(request))
-    llm.check(prompt, params)
+    params = fitted(llm, prompt, params)
     return Job(
         prompts=[prompt],
         params=params,

@@ -7,7 +7,7 @@ fields raise RequestError, which names the one to change.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -37,6 +37,11 @@ class ApiRequest(BaseModel):
         """Paths of unknown keys inside nested fields, such as stream_options.wibble."""
         return []
 
+    @property
+    def unused_options(self) -> list[str]:
+        """Paths of known fields that have no effect."""
+        return []
+
 
 class StreamOptions(BaseModel):
     """Usage reports in a stream. Unknown keys are collected and reported in a header."""
@@ -48,9 +53,15 @@ class StreamOptions(BaseModel):
 
 
 class GeneratingRequest(ApiRequest):
-    """Fields common to all requests that generate text."""
+    """Fields common to all requests that generate text. `limits`: the fields that limit an answer's tokens."""
+
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     stream: bool = False
+
+    def cut_limits(self, most_tokens: int | None) -> list[str]:
+        """Name the limits that were cut to `most_tokens`, what the context leaves."""
+        return [name for name in self.limits if most_tokens is not None and (getattr(self, name) or 0) > most_tokens]
 
 
 class SampledRequest(GeneratingRequest):
@@ -155,6 +166,8 @@ _CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", 
 
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
+
+    limits = ("max_tokens", "max_completion_tokens")
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
