@@ -144,7 +144,7 @@ def test_the_look_of_a_token_is_text(name: str) -> None:
     begin, end = THINKS[THINK_OF.get(name, "qwen3")]
     words = both(name)[0]
     for raw in (f"It writes {begin}so{end} there", "See " + WRITERS[name][0](*CALLS[0])):
-        pieces = [char for char in raw]  # one ordinary token per character
+        pieces = list(raw)  # one ordinary token per character
         if name in ("qwen3_coder", "step3p5"):
             raw = raw.replace("<function=", "<funktion=")
             pieces = list(raw)

@@ -41,6 +41,7 @@ class Ignored:
 _STRUCTURED = "Structured output is not implemented."
 _SAMPLER = "This sampler is not implemented."
 _TOOLS = "Tool calls are not parsed yet."
+_NOT_CHAT: tuple[Endpoint, ...] = ("completions", "messages")
 # Fields of OpenAI's endpoints and Proa's own, which /v1/messages refuses unless null.
 _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
@@ -56,9 +57,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("moderation"),
     Refused("web_search_options", hint="Proa makes no network requests."),
     Refused("response_format", ({"type": "text"},), _STRUCTURED),
-    Refused("functions", ([],), "Use tools."),
-    Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
-    Refused("parallel_tool_calls", (True,)),
+    Refused("functions", ([],), "Use tools.", on=_NOT_CHAT),
+    Refused("function_call", ("none", "auto"), "Use tools and tool_choice.", on=_NOT_CHAT),
+    Refused("parallel_tool_calls", (True,), on=_NOT_CHAT),
     Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
@@ -130,7 +131,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("inference_geo", "inference runs on this server"),
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
-    Ignored("stream_reasoning", "reasoning is part of the text"),
+    Ignored("stream_reasoning", "reasoning is streamed as it is generated"),
+    Ignored("separate_reasoning", "reasoning is always apart from the content; --reasoning-parser none joins them"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),
 )

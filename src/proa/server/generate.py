@@ -49,6 +49,7 @@ async def _generate(
     asked, headers = await read_request(request, service, endpoint, schema)
     llm, record, receive = service.ready(), record_of(request), request.receive
     job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
+    headers = {**headers, **job.headers}
     objects = answer_objects(llm, job, record, service.metrics)
     if asked.stream:
         opened = await unless_disconnected(receive, PrefetchedStream.open(objects))
