@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import serving
 
 from scripted_model import write_scripted_model
-from serving import serving
 
 openai = pytest.importorskip("openai")
 
