@@ -119,7 +119,7 @@ def test_error_in_the_middle(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/images/generations", "/v1/audio/speech", "/v1/fine_tuning/jobs"]
+    "path", ["/v1/embeddings", "/v1/images/edits", "/v1/audio/speech", "/v1/fine_tuning/jobs"]
 )
 def test_endpoints_that_are_not_served(served: Served, path: str) -> None:
     refused = httpx.post(f"{served.url}{path}", json={})
@@ -140,3 +140,4 @@ def test_client(served: Served) -> None:
     assert client.show(MODEL).capabilities
     with pytest.raises(ollama.ResponseError, match="not implemented"):
         client.embed(model=MODEL, input="x")
+    client._client.close()
