@@ -20,6 +20,7 @@ from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
+from proa.grammar.checker import GrammarChecker
 from proa.parsers.events import AnswerParser, PlainText
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
@@ -29,7 +30,7 @@ from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, EngineRequest, SamplingParams
+from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
@@ -76,6 +77,8 @@ class AsyncLLM:
         self.context_tokens = plan.context_tokens
         self.sampling_defaults = sampling_defaults(generation_config or {})
         eos = token_ids(*((c or {}).get("eos_token_id") for c in (config, generation_config)))
+        self._checker = GrammarChecker()
+        self._taught: asyncio.Task[None] | None = None  # gives the engine the vocabulary, once
         self._rules = RequestRules(
             context_tokens=plan.context_tokens,
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -181,6 +184,8 @@ class AsyncLLM:
             )
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
+        if params.constraint is not None:
+            await self._prepare(params.constraint)
         sources = [self._choice(i, request, params) for i, request in enumerate(requests)]
         async with aclosing(merge(sources)) as chunks:
             async for _, chunk in chunks:
@@ -199,7 +204,18 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine; running requests finish with "abort"."""
+        await self._checker.close()
         await self.engine.close()
+
+    async def _prepare(self, constraint: Constraint) -> None:
+        """Refuse a constraint that cannot be compiled; give the engine the vocabulary before its first one."""
+        if self._taught is None:
+            self._taught = asyncio.create_task(self._teach())
+        await self._checker.check(constraint)
+        await asyncio.shield(self._taught)
+
+    async def _teach(self) -> None:
+        self.engine.learn(await asyncio.to_thread(self.tokenizer.vocabulary, self._rules.vocab_size))
 
     async def _choice(self, index: int, request: EngineRequest, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one choice. Returning early, as after a stop string, aborts its sequence."""

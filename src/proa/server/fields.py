@@ -38,7 +38,7 @@ class Ignored:
     why: str
 
 
-_STRUCTURED = "Structured output is not implemented."
+_STRUCTURED = "Structured output is implemented on /v1/chat/completions."
 _SAMPLER = "This sampler is not implemented."
 # Fields of chat and completions, which /v1/messages and /v1/responses refuse unless null.
 _OF_CHAT = (
@@ -46,6 +46,8 @@ _OF_CHAT = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
     *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt"),
+    *("response_format", "structured_outputs", "structural_tag", "regex", "ebnf", "grammar", "json_schema"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 )
 
 REFUSED: tuple[Refused, ...] = (
@@ -54,7 +56,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("modalities", (["text"],), "Answers are text."),
     Refused("moderation"),
     Refused("web_search_options", hint="Proa makes no network requests."),
-    Refused("response_format", ({"type": "text"},), _STRUCTURED),
     Refused("functions", ([],), "Use tools."),
     Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
     Refused("parallel_tool_calls", (True,), on=("chat", "completions", "messages")),
@@ -70,14 +71,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("max_tool_calls", hint="Proa runs no tools.", on=("responses",)),
     Refused("image", hint="Answers are text.", on=("responses",)),
     # vLLM and SGLang
-    Refused("guided_json", hint=_STRUCTURED),
-    Refused("guided_regex", hint=_STRUCTURED),
-    Refused("guided_choice", hint=_STRUCTURED),
-    Refused("guided_grammar", hint=_STRUCTURED),
-    Refused("structured_outputs", hint=_STRUCTURED),
-    Refused("structural_tag", hint=_STRUCTURED),
-    Refused("regex", hint=_STRUCTURED),
-    Refused("ebnf", hint=_STRUCTURED),
     Refused("bad_words", ([],), "Use logit_bias."),
     Refused("allowed_token_ids", hint="Use logit_bias."),
     Refused("logits_processors", ([],)),
@@ -104,8 +97,6 @@ REFUSED: tuple[Refused, ...] = (
     *(Refused(name, hint="Use /v1/chat/completions.", on=("messages", "responses")) for name in _OF_CHAT),
     Refused("stream_options", hint="Usage is always sent.", on=("messages",)),
     # llama.cpp
-    Refused("grammar", ("",), _STRUCTURED),
-    Refused("json_schema", hint=_STRUCTURED),
     Refused("n_predict", (-1,), "Use max_tokens."),
     Refused("repeat_penalty", (1.0,), "Use repetition_penalty."),
     Refused("typical_p", (1.0,), _SAMPLER),
@@ -137,6 +128,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
     Ignored("stream_reasoning", "reasoning is part of the text"),
+    Ignored("guided_decoding_backend", "there is one grammar library"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),
 )

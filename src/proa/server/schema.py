@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from proa.errors import RequestError
+from proa.server.constraints import CONSTRAINING, constraint_of
 from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
@@ -88,6 +89,18 @@ class SampledRequest(GeneratingRequest):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logit_bias: dict[str, float] = {}
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | bool | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | bool | dict[str, Any] | None = None
+    structural_tag: str | dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -148,11 +161,12 @@ class SampledRequest(GeneratingRequest):
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
+            "constraint": constraint_of({name: getattr(self, name) for name in CONSTRAINING}),
         }
         return SamplingParams(**{**same, **converted, **more})
 
 
-_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs")
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "constraint_after")
 
 
 class ChatRequest(SampledRequest):
