@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from proa.server.errors import ApiError
 
-Endpoint = Literal["chat", "completions", "messages", "responses", "tokenize"]
+Endpoint = Literal["chat", "completions", "messages", "responses", "ollama", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages", "responses")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
+    Refused("template", ("",), "Choose it when the server starts, with --chat-template.", on=("ollama",)),
     Refused("store", (False,), "/v1/responses stores answers.", on=("chat", "completions", "messages")),
     Refused("background", (False,), "Keep the connection open.", on=("responses",)),
     Refused("background_options", on=("responses",)),
