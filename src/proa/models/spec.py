@@ -45,9 +45,13 @@ class Gating:
     limit: float = 0.0
 
     @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The projections that it reads, in the order in which they are stacked."""
-        return ("up",) if self.kind == "relu2" else ("gate", "up")
+        return ("gate", "up") if self.gated else ("up",)
 
 
 SILU = Gating()
@@ -168,6 +172,9 @@ class Model:
     max_positions: int  # longest context of the checkpoint, tokens
     tied: bool = False  # the output head shares the embedding's weights
     norm_offset: float = 0.0  # added to RMSNorm weights, except to the norm inside a GatedDeltaNet
+    embedding_factor: float = 1.0  # multiplies embeddings
+    residual_factor: float = 1.0  # multiplies the output of every mixer and FFN before it is added
+    logits_factor: float = 1.0  # multiplies logits
 
     def params(self, routed: bool = True) -> Params:
         """Every parameter once, with its shape; routed: including the routed experts."""
@@ -215,6 +222,10 @@ class Model:
     def routed(self) -> dict[int, Moe]:
         """The mixtures of experts, by number of their block."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, Moe)}
+
+    @property
+    def scaled(self) -> bool:
+        return (self.embedding_factor, self.residual_factor, self.logits_factor) != (1.0, 1.0, 1.0)
 
     @cached_property
     def num_active_params(self) -> int:

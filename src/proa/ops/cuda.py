@@ -61,6 +61,7 @@ class CudaOps:
             new_block=lambda: None,
             rms_norm=self.rms_norm,
             add=self.add,
+            scale=torch.mul,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
             choose=self.choose,

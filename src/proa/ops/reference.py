@@ -439,6 +439,7 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         new_block=lambda: None,
         rms_norm=rms_norm,
         add=add,
+        scale=torch.mul,
         add_norm=add_norm,
         rotate_store=rotate_store,
         choose=composed_choose(rms_norm, add_norm, route),

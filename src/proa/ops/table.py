@@ -141,6 +141,11 @@ class Add(Protocol):
         """x + y in x's dtype. May run in place in x; use only the return value."""
 
 
+class Scale(Protocol):
+    def __call__(self, x: Tensor, factor: float, /) -> Tensor:
+        """x [T, N] * factor, in float32, returned in x's dtype. May run in place; use only the return value."""
+
+
 class AddNorm(Protocol):
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         """Returns x + y and its rms_norm. May add in place in x; use only the return values."""
@@ -458,6 +463,7 @@ class Ops:
     new_block: NewBlock
     rms_norm: RmsNorm
     add: Add
+    scale: Scale
     add_norm: AddNorm
     rotate_store: RotateStore
     choose: Choose
