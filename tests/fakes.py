@@ -65,6 +65,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self._settled = asyncio.Event()  # set when the state is no longer "loading"
+        self._ended = asyncio.Event()
         if self.state != "loading":
             self._settled.set()
 
@@ -79,6 +80,7 @@ class FakeEngine:
         self.failure = error or EngineDead("The engine process died (exit code -9).", "See its log.")
         self.state = "failed"
         self._settled.set()
+        self._ended.set()
 
     # ---- EngineHandle ----
 
@@ -94,6 +96,9 @@ class FakeEngine:
             prefill_threads=2,
             peak_rss_bytes=1,
         )
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self._admit(request)
@@ -115,6 +120,7 @@ class FakeEngine:
         self.closed = True
         self.state = "stopped"
         self._settled.set()
+        self._ended.set()
 
     # ---- inside ----
 

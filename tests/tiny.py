@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+
+from proa.models.families import declare
+from proa.models.spec import Model
 
 
 class TinyModel(NamedTuple):
@@ -300,3 +305,12 @@ _INNER = {
     "linear_attn.norm": "mixer.norm",
     "linear_attn.out_proj": "mixer.out",
 }
+
+
+@functools.cache
+def tiny_spec(name: str) -> Model:
+    """The spec of a tiny model, from its config alone."""
+    architecture, config = TINY[name]
+    settings = getattr(transformers, architecture).config_class(**config)
+    values = json.loads(settings.to_json_string(use_diff=False))
+    return declare(values | {"architectures": [architecture]}).spec

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,7 @@ from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
+from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
@@ -84,16 +86,20 @@ class AsyncLLM:
         return await cls.launch_prepared(prepared, options, own_thread=own_thread)
 
     @classmethod
-    async def launch_prepared(cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False) -> AsyncLLM:
-        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`.
-        Raises TokenizerError before the engine is started."""
+    async def launch_prepared(
+        cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False, restart: bool = False
+    ) -> AsyncLLM:
+        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`;
+        restart: start the engine again when it dies (RestartingEngine). Raises TokenizerError before the engine is
+        started."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
         return cls(
             prepared.plan,
-            await EngineClient.launch(prepared.plan, own_thread=own_thread),
+            await (RestartingEngine.launch(launch) if restart else launch()),
             tokenizer,
             vocab_size=prepared.declared.spec.vocab,
             config=checkpoint.config,

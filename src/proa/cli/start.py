@@ -75,7 +75,9 @@ class _Startup:
             )
         report = self._report(prepared)
         self._show_report(report)
-        llm = await AsyncLLM.launch_prepared(prepared, self._options.engine, own_thread=True)
+        llm = await AsyncLLM.launch_prepared(
+            prepared, self._options.engine, own_thread=True, restart=self._options.server.restart
+        )
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 

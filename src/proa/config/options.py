@@ -253,6 +253,7 @@ class ServerOptions:
     drain_seconds: float = option(
         30.0, help="on SIGTERM, seconds that running requests have to finish", low=0, high=86400
     )
+    restart: bool = option(True, help="start the engine again when it dies, at most 3 times in 10 minutes")
     cors_origin: tuple[str, ...] = option((), help="origin allowed by CORS (repeatable)", metavar="URL")
 
 

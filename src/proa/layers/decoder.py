@@ -67,7 +67,7 @@ class Decoder:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec, self._ops = model, ops
-        self.argmax, self._add = ops.argmax, ops.add
+        self.argmax, self._add, self._join, self._gather = ops.argmax, ops.add, ops.join, ops.gather
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
         with_experts = [(block.ffn, block.norm2) for block in self.blocks if isinstance(block.ffn, Moe)]
@@ -98,7 +98,7 @@ class Decoder:
             yield x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return _scaled(self._ops, self.embed(tokens), self.spec.embedding_factor)
+        return _scaled(self._ops, self._join(self.embed(tokens)), self.spec.embedding_factor)
 
     def _sum(self, x: Tensor, y: Tensor | Unsummed | None) -> Tensor:
         if y is None:
@@ -108,7 +108,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
         x = _scaled(self._ops, self.norm(hidden), self.spec.logits_factor)
-        return self.embed.logits(x) if self.head is None else self.head(x)
+        return self._gather(self.embed.logits(x) if self.head is None else self.head(x))
 
     def parameters(self) -> Parameters:
         """Every parameter's name, as in models/spec.py, and its target."""

@@ -13,8 +13,8 @@ from proa.ops.table import NextRouter, Norm, Ops, Parameters, RouterRule, Unsumm
 class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
         self._ops, maps = ops, ops.maps
-        self.router = maps.router(s.experts, s.hidden, s.router.linear_bias)
-        self._correction = maps.numbers(s.experts) if s.router.correction else None
+        self.router = maps.router(s.scored, s.hidden, s.router.linear_bias)
+        self._correction = maps.numbers(s.scored) if s.router.correction else None
         self._rule = RouterRule(s.top_k, s.router, self._correction)
         self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating)
         shared = s.shared

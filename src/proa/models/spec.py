@@ -28,8 +28,8 @@ from proa.models.mixers import (
 )
 
 __all__ = [
-    "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Latent", "LatentAttention",
-    "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling", "Router", "Shape",
+    "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Held", "Latent",
+    "LatentAttention", "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling", "Router", "Shape",
 ]  # fmt: skip
 
 
@@ -90,6 +90,15 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The experts of one rank, if they are divided over ranks: `count` of `scored`, from number `first` on."""
+
+    first: int
+    count: int
+    scored: int
+
+
+@dataclass(frozen=True)
 class Router:
     """Router logits -> top-k expert ids and weights, in float32; ops/table.py, Route, has the formulas."""
 
@@ -101,6 +110,7 @@ class Router:
     epsilon: float = 0.0  # added to the sum that renormalising divides by
     least: float = 0.0  # lower bound of that sum
     linear_bias: bool = False  # bias of the projection that gives the logits
+    held: Held | None = None  # the layer's experts, if they are only some of those that the router scores
 
 
 @dataclass(frozen=True)
@@ -126,13 +136,18 @@ class Moe:
     def widest(self) -> int:
         return max(self.width, self.shared.width if self.shared else 0)
 
+    @property
+    def scored(self) -> int:
+        """Number of experts that the router scores."""
+        return self.router.held.scored if self.router.held else self.experts
+
     def params(self, routed: bool = True) -> Params:
         """Every parameter with its shape; routed: including the routed experts."""
-        yield "router.weight", (self.experts, self.hidden)
+        yield "router.weight", (self.scored, self.hidden)
         if self.router.linear_bias:
-            yield "router.bias", (self.experts,)
+            yield "router.bias", (self.scored,)
         if self.router.correction:
-            yield "router.correction", (self.experts,)
+            yield "router.correction", (self.scored,)
         expert = tuple(self.expert.params())
         for e in range(self.experts if routed else 0):
             for name, shape in expert:
@@ -231,7 +246,7 @@ class Model:
     def num_active_params(self) -> int:
         """Parameters read to decode one token: of the experts only the top-k, the head whole, an untied embedding
         counted as 0 (one row)."""
-        idle = sum((ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in self.routed.values())
+        idle = sum(max(0, ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in self.routed.values())
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 

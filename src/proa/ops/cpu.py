@@ -37,6 +37,7 @@ from proa.ops.table import (
     QkNorm,
     RecurrentState,
     RouterRule,
+    alone,
 )
 
 
@@ -50,6 +51,8 @@ class CpuOps:
     def table(self) -> Ops:
         return Ops(
             maps=CpuMaps(self._to),
+            join=alone,
+            gather=alone,
             new_block=self._to.new_block,
             rms_norm=self.rms_norm,
             add=self.add,

@@ -34,6 +34,7 @@ from proa.ops.table import (
     QkNorm,
     RecurrentState,
     RouterRule,
+    alone,
 )
 from proa.ops.triton import argmax, attention, choose, delta, delta_chunks, route
 from proa.ops.triton import heads as rotations
@@ -58,6 +59,8 @@ class CudaOps:
     def table(self) -> Ops:
         return Ops(
             maps=self._maps,
+            join=alone,
+            gather=alone,
             new_block=lambda: None,
             rms_norm=self.rms_norm,
             add=self.add,

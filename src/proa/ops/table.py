@@ -242,7 +242,8 @@ class Route(Protocol):
         Scores are softmax(logits) over all experts, or sigmoid(logits) per expert. Experts, and groups if there are
         any, are chosen by score + correction. Weights are the scores of the chosen experts, if renormalised divided by
         max(their sum + epsilon, least), times scale. Rows of negative slot are padding: ids -1. If a row has a NaN, its
-        weights are NaN.
+        weights are NaN. If the rule's router holds only some of the experts (`held`), ids are counted from the first of
+        these, and -1 stands for all others.
         """
 
 
@@ -361,6 +362,9 @@ class NextRouter:
 class Unsummed(Protocol):
     """The pending output of a MoE layer, whose sum is fused with the residual add by the next op."""
 
+    def total(self) -> Tensor:
+        """The layer's output [T, H] alone: with several ranks, what `join` sums before the residual add."""
+
     def add(self, x: Tensor) -> Tensor:
         """x [T, H] + the layer's output. May run in place in x; use only the return value."""
 
@@ -457,9 +461,35 @@ class NewBlock(Protocol):
         addend until the next op has read it."""
 
 
+class Join(Protocol):
+    def __call__(self, y: Tensor, /) -> Tensor:
+        """y [T, H], this rank's part of a sum -> the sum over the ranks of its pipeline stage, the same bits on each.
+
+        Embeddings are joined by the decoder. A mixer's or FFN's output is joined by the op that adds it to the residual
+        stream (add, add_norm, choose, Unsummed), which may fuse the reduction, the sum and the norm."""
+
+
+class Gather(Protocol):
+    def __call__(self, logits: Tensor, /) -> Tensor:
+        """logits float32 [R, this rank's rows of the vocabulary] -> [R, vocab], the rows of all ranks in order."""
+
+
+def alone(part: Tensor, /) -> Tensor:
+    """Join and Gather of a single rank: returns its argument."""
+    return part
+
+
+class MergeAttention(Protocol):
+    def __call__(self, parts: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge attention over P disjoint parts of the keys: parts [P, T, heads, D] and the logarithms of their
+        softmax's sums, float32 [P, T, heads] (-inf: a part without keys) -> [T, heads, D] and float32 [T, heads]."""
+
+
 @dataclass(frozen=True)
 class Ops:
     maps: Maps
+    join: Join
+    gather: Gather
     new_block: NewBlock
     rms_norm: RmsNorm
     add: Add

@@ -82,6 +82,8 @@ class Service:
         llm = self.loaded()
         if llm.engine.state == "loading":
             raise self._still_loading()
+        if llm.engine.state == "restarting":
+            raise from_proa(EngineDead("The engine has died and is being restarted.", "Retry in a few seconds."))
         return llm
 
     @property

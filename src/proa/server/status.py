@@ -37,6 +37,8 @@ def health(service: Service) -> Response:
         report = service.loading
         eta_s = None if report.eta_s is None else round(report.eta_s, 1)
         return _unhealthy("loading", phase=report.phase, percent=round(report.percent, 1), eta_s=eta_s)
+    if llm.engine.state == "restarting":
+        return _unhealthy("restarting", reason="The engine has died and is being restarted.")
     if llm.engine.state != "ready":
         return _unhealthy(llm.engine.state, reason="The engine is stopped.")
     return json_response({"status": "ready", "model": service.model_name})

@@ -10,7 +10,7 @@ from proa.engine.stats import Stats
 from proa.errors import ProaError
 from proa.types import EngineRequest, TokenEvent
 
-EngineState = Literal["loading", "ready", "failed", "stopped"]
+EngineState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 
 
 class EngineHandle(Protocol):
@@ -32,6 +32,9 @@ class EngineHandle(Protocol):
 
     async def wait_ready(self) -> Ready:
         """Return when the model is loaded; raise the failure if it cannot be."""
+
+    async def wait_ended(self) -> None:
+        """Return when the state is "failed" or "stopped"."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """Submit one sequence; yield its events until one has `finish`. Closing the generator early aborts the
