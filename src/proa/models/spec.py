@@ -29,8 +29,8 @@ from proa.models.mixers import (
 
 __all__ = [
     "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Held", "Latent",
-    "LatentAttention", "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling", "Router",
-    "Shape",
+    "LatentAttention", "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling",
+    "Router", "Shape",
 ]  # fmt: skip
 
 
