@@ -7,7 +7,8 @@ from torch import Tensor
 
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import Angles, KvPages, Ops, Parameters, QkNorm
+from proa.ops.caches import KvPages
+from proa.ops.table import Angles, Ops, Parameters, QkNorm
 
 
 class Attention:

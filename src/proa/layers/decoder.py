@@ -14,7 +14,8 @@ from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import LayerCache, Ops, Parameters, Unsummed
+from proa.ops.caches import LayerCache
+from proa.ops.table import Ops, Parameters, Unsummed
 
 
 class Block:

@@ -15,6 +15,7 @@ from proa.models.spec import SILU, ExpertGroups, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.program import Cache, Delta, Routing
 from proa.native.weights import Matrix
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
 from proa.ops.gated import GatedBiases, GatedStacks
@@ -28,14 +29,11 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
-    KvPages,
-    LatentPages,
     NextRouter,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
     alone,
 )
