@@ -118,9 +118,7 @@ def test_error_in_the_middle(tokenizer: Tokenizer) -> None:
         assert json.loads(post(served, "/api/chat", messages=USER).text.splitlines()[-1]) == {"error": "It died."}
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/images/edits", "/v1/audio/speech", "/v1/fine_tuning/jobs"]
-)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/edits", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
 def test_endpoints_that_are_not_served(served: Served, path: str) -> None:
     refused = httpx.post(f"{served.url}{path}", json={})
     assert refused.status_code == 501
