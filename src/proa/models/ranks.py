@@ -168,10 +168,17 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
     block = model.blocks[number]
     ranks = _Ranks(mesh.shares[stage], units, mesh.expert_groups).inside(f"blocks.{number}")
     why = _NORM if len(ranks.shares) > 1 else ""
-    norms = {f"{norm}.weight": Part(f"{norm}.weight", (range(model.hidden),), None, why) for norm in ("norm1", "norm2")}
-    mixers, ffns = _mixer(block.mixer, ranks.inside("mixer")), _ffn(block.ffn, ranks.inside("ffn"))
+    norms = {
+        name: Part(name, (range(model.hidden),), None, why) for name, _ in block.params() if name.startswith("norm")
+    }
+    none = [None] * len(ranks.shares)
+    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else none
+    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else none
     return [
-        _Piece(Block(mixer.spec, ffn.spec), {**norms, **mixer.inside("mixer"), **ffn.inside("ffn")})
+        _Piece(
+            Block(mixer.spec if mixer else None, ffn.spec if ffn else None),
+            {**norms, **(mixer.inside("mixer") if mixer else {}), **(ffn.inside("ffn") if ffn else {})},
+        )
         for mixer, ffn in zip(mixers, ffns, strict=True)
     ]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.models.spec import SILU, Gating, Router
 from proa.native.fill import Fill, StoredRows
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.residency import Located, Residency
 
 
@@ -54,45 +55,6 @@ class AttentionBatch:
         return self.device
 
 
-@dataclass(frozen=True)
-class KvPages:
-    """One layer's KV cache. keys, values: [pages, page_tokens, kv_heads, D], in the activations' dtype or
-    float8_e4m3fn.
-
-    Scales apply to float8 only and are exact in float32. Stored is value * (1 / scale), computed in float32 and rounded
-    to nearest; finite values saturate at +-448, non-finite ones become NaN.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scale: float = 1.0
-    value_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class LatentPages:
-    """One layer's cache of latent attention. rows: [pages, page_tokens, rank + R]: per token the latent, then the
-    rotary key that all heads share."""
-
-    rows: Tensor
-    rank: int
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """One layer's recurrent states. The slot of a sequence without past tokens is uninitialised, and not read.
-
-    rule: float32 [slots, value heads, key dim, value dim]: state of the delta rule. tail: [slots, taps - 1, channels]:
-    last inputs of the causal convolution, oldest first.
-    """
-
-    rule: Tensor
-    tail: Tensor
-
-
-LayerCache = KvPages | LatentPages | RecurrentState
-
-
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x [..., N] / rms(x) * (offset + weight [N]); computed in float32, returned in x's dtype (arXiv
@@ -102,6 +64,11 @@ class RmsNorm(Protocol):
 class Add(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y in x's dtype. May run in place in x; use only the return value."""
+
+
+class Scale(Protocol):
+    def __call__(self, x: Tensor, factor: float, /) -> Tensor:
+        """x [T, N] * factor, in float32, returned in x's dtype. May run in place; use only the return value."""
 
 
 class AddNorm(Protocol):
@@ -226,11 +193,11 @@ class Chosen:
 
 class Choose(Protocol):
     def __call__(
-        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        self, x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        """Returns x + y and its norm, as add_norm, and the experts that `route` chooses from router(norm). residency:
-        the layer's residency table on the device, if there is one, for looking up the chosen experts."""
+        """Returns x + y (y None: x) and its norm, as add_norm, and the experts that `route` chooses from router(norm).
+        residency: the layer's residency table on the device, if there is one, for looking up the chosen experts."""
 
 
 class Argmax(Protocol):
@@ -300,7 +267,8 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """A gated MLP: down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
+    """An MLP: down(gating(gate x, up x)), or down(gating(up x)). Parameters: gate, if the gating has one, up, down
+    (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -450,6 +418,7 @@ class Ops:
     new_block: NewBlock
     rms_norm: RmsNorm
     add: Add
+    scale: Scale
     add_norm: AddNorm
     rotate_store: RotateStore
     choose: Choose
