@@ -13,12 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
+from proa.grammar.checker import GrammarChecker
 from proa.parsers.calls import Tools
 from proa.parsers.choose import AUTO, Chosen, Model, choose
 from proa.parsers.events import AnswerParser
@@ -31,13 +34,33 @@ from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, EngineRequest, SamplingParams
+from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 _PROMPT_END_TOKENS = 64  # enough to see in which state a prompt leaves its answer
+
+
+class TextSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process needs to tokenise and check this model's requests."""
+
+    plan: Plan
+    tokenizer_path: str
+    chat_template: str | None
+    vocab_size: int
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    tool_call_parser: str
+    reasoning_parser: str
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
+
+    def answers(self, tokenizer: Tokenizer) -> Chosen:
+        """Choose how answers are parsed. Raises UsageError."""
+        return choose(self.tool_call_parser, self.reasoning_parser, _described(tokenizer, self.config))
 
 
 class AsyncLLM:
@@ -60,6 +83,7 @@ class AsyncLLM:
         """Wrap a running engine; use `launch` to start one. `vocab_size` defaults to the tokenizer's; `config` and
         `generation_config` are the checkpoint's JSON files; `answers`: how answers are parsed, by default chosen from
         template and vocabulary. Raises ConfigError."""
+        self.source: TextSource | None = None
         self.plan = plan
         self.engine = engine
         self.tokenizer = tokenizer
@@ -68,6 +92,8 @@ class AsyncLLM:
         self.sampling_defaults = sampling_defaults(generation_config or {})
         eos = token_ids(*((c or {}).get("eos_token_id") for c in (config, generation_config)))
         self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
+        self._checker = GrammarChecker()
+        self._taught: asyncio.Task[None] | None = None  # gives the engine the vocabulary, once
         self._rules = RequestRules(
             context_tokens=plan.context_tokens,
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -105,19 +131,41 @@ class AsyncLLM:
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
-        described = _described(tokenizer, checkpoint.config)
-        answers = choose(options.model.tool_call_parser, options.model.reasoning_parser, described)
-        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        return cls(
-            prepared.plan,
-            await (RestartingEngine.launch(launch) if restart else launch()),
-            tokenizer,
+        source = TextSource(
+            plan=prepared.plan,
+            tokenizer_path=str(path),
+            chat_template=options.model.chat_template,
+            tool_call_parser=options.model.tool_call_parser,
+            reasoning_parser=options.model.reasoning_parser,
             vocab_size=prepared.declared.spec.vocab,
-            config=checkpoint.config,
+            config=dict(checkpoint.config),
             generation_config=checkpoint.generation_config,
+        )
+        tokenizer = await asyncio.to_thread(source.load_tokenizer)
+        answers = source.answers(tokenizer)  # may raise: before the engine is started
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
+        engine = await (RestartingEngine.launch(launch) if restart else launch())
+        return cls._of(source, engine, tokenizer, answers)
+
+    @classmethod
+    def without_engine(cls, source: TextSource) -> AsyncLLM:
+        """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
+        tokenizer = source.load_tokenizer()
+        return cls._of(source, cast(EngineHandle, None), tokenizer, source.answers(tokenizer))
+
+    @classmethod
+    def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer, answers: Chosen) -> AsyncLLM:
+        llm = cls(
+            source.plan,
+            engine,
+            tokenizer,
+            vocab_size=source.vocab_size,
+            config=source.config,
+            generation_config=source.generation_config,
             answers=answers,
         )
+        llm.source = source
+        return llm
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids: a text, a Chat (rendered with the chat template), or a list of ids (returned
@@ -181,6 +229,8 @@ class AsyncLLM:
             )
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
+        if params.constraint is not None:
+            await self._prepare(params.constraint)
         sources = [self._choice(i, request, params, markers) for i, request in enumerate(requests)]
         async with aclosing(merge(sources)) as chunks:
             async for _, chunk in chunks:
@@ -199,7 +249,18 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine; running requests finish with "abort"."""
+        await self._checker.close()
         await self.engine.close()
+
+    async def _prepare(self, constraint: Constraint) -> None:
+        """Refuse a constraint that cannot be compiled; give the engine the vocabulary before its first one."""
+        if self._taught is None:
+            self._taught = asyncio.create_task(self._teach())
+        await self._checker.check(constraint)
+        await asyncio.shield(self._taught)
+
+    async def _teach(self) -> None:
+        self.engine.learn(await asyncio.to_thread(self.tokenizer.vocabulary, self._rules.vocab_size))
 
     async def _choice(
         self, index: int, request: EngineRequest, params: SamplingParams, markers: Mapping[int, str]

@@ -188,12 +188,12 @@ def test_config_and_hf_quant_config_say_the_same(name: str) -> None:
 
 
 def test_rope() -> None:
-    assert spec_of("meta-llama/Llama-2-7b-hf").attention[0].rope == Rope(128, 10000.0)
-    assert spec_of("HuggingFaceTB/SmolLM2-135M-Instruct").attention[0].rope == Rope(64, 100000.0)
+    assert spec_of("meta-llama/Llama-2-7b-hf").mixers[0].rope == Rope(128, 10000.0)
+    assert spec_of("HuggingFaceTB/SmolLM2-135M-Instruct").mixers[0].rope == Rope(64, 100000.0)
     scaling = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert spec_of("meta-llama/Llama-3.1-8B-Instruct").attention[0].rope == Rope(128, 500000.0, scaling)
+    assert spec_of("meta-llama/Llama-3.1-8B-Instruct").mixers[0].rope == Rope(128, 500000.0, scaling)
     yarn = spec_of("Qwen/Qwen2.5-7B-Instruct with the YaRN that its card recommends")
-    assert yarn.attention[0].rope == Rope(128, 1000000.0, RopeScaling("yarn", 4.0, 32768))
+    assert yarn.mixers[0].rope == Rope(128, 1000000.0, RopeScaling("yarn", 4.0, 32768))
 
 
 def test_routers() -> None:
@@ -241,7 +241,7 @@ def test_both_published_forms_of_minimax_m2_are_one_model() -> None:
 
 
 def test_only_gpt_oss_slides() -> None:
-    sliding = {name for name in CONFIGS if any(mixer.window for mixer in spec_of(name).attention)}
+    sliding = {name for name in CONFIGS if any(m.window for m in spec_of(name).mixers if isinstance(m, Attention))}
     assert sliding == {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}
 
 

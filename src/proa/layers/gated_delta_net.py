@@ -11,7 +11,7 @@ from proa.ops.table import DeltaInputs, DeltaWeights, Ops, Parameters, Recurrent
 
 
 class GatedDeltaNet:
-    def __init__(self, s: spec.GatedDeltaNet, eps: float, ops: Ops) -> None:
+    def __init__(self, s: spec.GatedDeltaNet, model: spec.Model, ops: Ops) -> None:
         self.spec, self._delta = s, ops.gated_delta
         maps, values = ops.maps, s.value_heads * s.value_dim
         self.qkvz = maps.linear({"qkvz": s.channels + values}, s.hidden, False)
@@ -22,11 +22,12 @@ class GatedDeltaNet:
             a_log=maps.numbers(s.value_heads),
             dt_bias=maps.numbers(s.value_heads),
             norm=maps.vector(s.value_dim),
-            eps=eps,
+            eps=model.norm_eps,
         )
 
-    def __call__(self, x: Tensor, step: Step, cache: RecurrentState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, caches: tuple[RecurrentState]) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        (cache,) = caches
         return self.out(self._delta(self._inputs(x), self.weights, cache, step.batch))
 
     def _inputs(self, x: Tensor) -> DeltaInputs:

@@ -168,12 +168,18 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
     block = model.blocks[number]
     ranks = _Ranks(mesh.shares[stage], units, mesh.expert_groups).inside(f"blocks.{number}")
     why = _NORM if len(ranks.shares) > 1 else ""
-    norms = {f"{norm}.weight": Part(f"{norm}.weight", (range(model.hidden),), None, why) for norm in ("norm1", "norm2")}
-    mixers, ffns = _mixer(block.mixer, ranks.inside("mixer")), _ffn(block.ffn, ranks.inside("ffn"))
-    return [
-        _Piece(Block(mixer.spec, ffn.spec), {**norms, **mixer.inside("mixer"), **ffn.inside("ffn")})
-        for mixer, ffn in zip(mixers, ffns, strict=True)
-    ]
+    count = len(ranks.shares)
+    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else [None] * count
+    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else [None] * count
+    found: list[_Piece[Block]] = []
+    for mixer, ffn in zip(mixers, ffns, strict=True):
+        parts: dict[str, Part | None] = {}
+        for piece, name, norm in ((mixer, "mixer", "norm1.weight"), (ffn, "ffn", "norm2.weight")):
+            if piece is not None:
+                parts[norm] = Part(norm, (range(model.hidden),), None, why)
+                parts |= piece.inside(name)
+        found.append(_Piece(Block(mixer.spec if mixer else None, ffn.spec if ffn else None), parts))
+    return found
 
 
 def _mixer(s: Mixer, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:

@@ -57,7 +57,7 @@ class CpuOps:
             add=self.add,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
-            choose=composed_choose(self.add_norm, self.route),
+            choose=composed_choose(self.rms_norm, self.add_norm, self.route),
             argmax=self.argmax,
             attention=self.attention,
             gate=self.gate,
@@ -260,10 +260,10 @@ class CpuLinear:
 
 
 class CpuGated:
-    """One or more gated MLPs of equal shape, packed as a stack."""
+    """One or more MLPs of equal shape, packed as a stack."""
 
     def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
-        biases = GatedBiases(count, hidden, width) if bias else None
+        biases = GatedBiases(count, hidden, width, gating) if bias else None
         self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, biases, gating)
 
     def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:

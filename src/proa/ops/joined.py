@@ -30,7 +30,7 @@ def joined(ops: Ops, route: Route, peers: Peers) -> Ops:
     def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         return ops.add_norm(x, peers.join(y), weight, eps, offset)
 
-    choose = composed_choose(add_norm, route)
+    choose = composed_choose(ops.rms_norm, add_norm, route)
     return replace(ops, join=peers.join, gather=peers.gather, add=add, add_norm=add_norm, choose=choose)
 
 

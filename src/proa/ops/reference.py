@@ -70,7 +70,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate_up: Tensor, gating: Gating) -> Tensor:
-    """gate_up [T, 2I], gate first -> input of down [T, I]."""
+    """gate_up [T, 2I], gate first, or [T, I] without a gate -> input of down [T, I]."""
+    if gating.kind == "relu2":
+        return functional.relu(gate_up).square()
     if gating.kind == "silu":
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -335,7 +337,7 @@ class TorchRouter(TorchLinear):
 class TorchMlp:
     def __init__(self, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype) -> None:
         self._gating = gating
-        self._gate_up = TorchLinear({"gate": width, "up": width}, hidden, bias, dtype)
+        self._gate_up = TorchLinear(dict.fromkeys(gating.inputs, width), hidden, bias, dtype)
         self._down = TorchLinear({"down": hidden}, width, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -383,9 +385,9 @@ class TorchExperts:
         self, experts: int, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype
     ) -> None:  # fmt: skip
         self._gating = gating
-        self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
+        sizes = (len(gating.inputs) * width, hidden)
+        self.gate_up = torch.empty(experts, sizes[0], hidden, dtype=dtype)
         self.down = torch.empty(experts, hidden, width, dtype=dtype)
-        sizes = (2 * width, hidden)
         self.biases = tuple(torch.empty(experts, n, dtype=dtype) for n in sizes) if bias else ()
 
     @property
@@ -401,14 +403,14 @@ class TorchExperts:
         return TorchUnderway(moe_experts(x, chosen.ids, chosen.weights, *weights, biases, self._gating))
 
     def parameters(self) -> Parameters:
-        width = self.down.shape[2]
+        parts = self._gating.inputs
         for e, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            yield f"{e}.gate.weight", gate_up[:width]
-            yield f"{e}.up.weight", gate_up[width:]
+            yield from (
+                (f"{e}.{part}.weight", rows) for part, rows in zip(parts, gate_up.chunk(len(parts)), strict=True)
+            )
             yield f"{e}.down.weight", down
         for e, (up_bias, down_bias) in enumerate(zip(*self.biases, strict=True)):
-            yield f"{e}.gate.bias", up_bias[:width]
-            yield f"{e}.up.bias", up_bias[width:]
+            yield from ((f"{e}.{part}.bias", rows) for part, rows in zip(parts, up_bias.chunk(len(parts)), strict=True))
             yield f"{e}.down.bias", down_bias
 
 
@@ -475,7 +477,7 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None, peers: 
         add=add,
         add_norm=add_norm,
         rotate_store=rotate_store,
-        choose=composed_choose(add_norm, route),
+        choose=composed_choose(rms_norm, add_norm, route),
         argmax=argmax,
         attention=attention,
         gate=gate,

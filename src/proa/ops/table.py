@@ -68,6 +68,14 @@ class KvPages:
     key_scale: float = 1.0
     value_scale: float = 1.0
 
+    @property
+    def num_pages(self) -> int:
+        return len(self.keys)
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class LatentPages:
@@ -76,6 +84,14 @@ class LatentPages:
 
     rows: Tensor
     rank: int
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.rows)
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -89,8 +105,29 @@ class RecurrentState:
     rule: Tensor
     tail: Tensor
 
+    @property
+    def num_pages(self) -> None:
+        return None
 
-LayerCache = KvPages | LatentPages | RecurrentState
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return self.rule, self.tail
+
+
+class LayerCache(Protocol):
+    """The tensors of one cache of one layer."""
+
+    @property
+    def num_pages(self) -> int | None:
+        """Number of KV pages, the same in all caches that have pages; None: it has none."""
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """The tensors [slots, ...] that hold a state for each sequence."""
+
+
+# The caches of every block: those of its mixer, in the order of the spec's `caches`.
+Caches = tuple[tuple[LayerCache, ...], ...]
 
 
 class RmsNorm(Protocol):
@@ -226,11 +263,11 @@ class Chosen:
 
 class Choose(Protocol):
     def __call__(
-        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        self, x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        """Returns x + y and its norm, as add_norm, and the experts that `route` chooses from router(norm). residency:
-        the layer's residency table on the device, if there is one, for looking up the chosen experts."""
+        """Returns x + y (y None: x) and its norm, as add_norm, and the experts that `route` chooses from router(norm).
+        residency: the layer's residency table on the device, if there is one, for looking up the chosen experts."""
 
 
 class Argmax(Protocol):
@@ -300,7 +337,8 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """A gated MLP: down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
+    """An MLP: down(gating(gate x, up x)), or down(gating(up x)). Parameters: gate, if the gating has one, up, down
+    (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

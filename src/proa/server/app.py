@@ -50,6 +50,10 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         return await generate.completions(request, service)
 
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        return await generate.responses(request, service)
+
     @app.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
         return await generate.messages(request, service)
@@ -57,12 +61,12 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=None)
-    async def list_models() -> Response:
-        return models.model_list(service)
+    async def list_models(request: Request) -> Response:
+        return models.model_list(request, service)
 
     @app.get("/v1/models/{name:path}", response_model=None)
-    async def get_model(name: str) -> Response:
-        return models.model_card(name, service)
+    async def get_model(name: str, request: Request) -> Response:
+        return models.model_card(name, request, service)
 
     @app.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
@@ -78,6 +82,10 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.api_route("/", methods=["GET", "HEAD"], response_model=None)
+    async def root() -> Response:
+        return status.root(service)
+
     @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         return status.health(service)

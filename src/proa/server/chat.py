@@ -13,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import prompt_of, read_messages, read_tools, refuse_too_many
+from proa.server.prompts import fitted, prompt_of, read_messages, read_tools, refuse_too_many
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -40,7 +40,7 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     refuse_too_many(llm, request.n, "n")
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
-    llm.check(prompt.tokens, params)
+    params = fitted(llm, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=params,

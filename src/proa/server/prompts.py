@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from proa.types import Chat
+from proa.types import Chat, SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS_HEADER = "x-proa-tools"
@@ -142,6 +144,18 @@ def _refuse_hopeless(llm: AsyncLLM, text: str, param: str) -> None:
 @lru_cache(maxsize=1)  # decodes the whole vocabulary: a fraction of a second
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+
+def fitted(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """Check a request as the engine will; return its parameters, with max_tokens cut to what the context leaves.
+
+    Raises RequestError; ContextLengthExceeded if the prompt leaves no room for a token.
+    """
+    room = llm.context_tokens - len(prompt)
+    if params.max_tokens is not None and 0 < room < params.max_tokens:
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    llm.check(prompt, params)
+    return params
 
 
 def refuse_too_many(llm: AsyncLLM, answers: int, param: str) -> None:

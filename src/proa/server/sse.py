@@ -41,6 +41,9 @@ class Frames:
 
 
 PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n")
+TYPED_FRAMES = Frames(
+    lambda content: f"event: {content['type']}\n".encode() + event(content), keep_alive=b": working\n\n", end=b""
+)
 NAMED_FRAMES = Frames(named_event, keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n', end=b"")
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from proa.errors import RequestError, TokenizerError
+from proa.grammar.vocabulary import Vocabulary
 from proa.text.detokenize import Detokenizer
 from proa.text.gguf_tokenizer import read_gguf
 from proa.text.hf_tokenizer import read_folder
@@ -110,6 +111,11 @@ class Tokenizer:
             self.special_ids.difference(kept) if skip_special_tokens else frozenset(),
             from_start=from_start and self.token_bytes.strips_leading_space,
         )
+
+    def vocabulary(self, num_tokens: int) -> Vocabulary:
+        """Return the bytes of the tokens 0 to num_tokens - 1, for grammars. Takes about a second per 500 000 tokens."""
+        special = [token for token in sorted(self.special_ids) if token < num_tokens]
+        return Vocabulary([self.token_bytes(token) for token in range(num_tokens)], special, self._backend.to_str())
 
     def token_text(self, token: int) -> str:
         """Decode one token by itself; bytes of an incomplete character become U+FFFD."""

@@ -14,7 +14,7 @@ from itertools import chain
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
-from proa.models.spec import Moe, Shape
+from proa.models.spec import Shape
 from proa.native.formats import PANEL_ROWS, Order, Stored
 from proa.weights.index import TensorInfo, misfit
 from proa.weights.joined import parts_of
@@ -155,11 +155,7 @@ class _Stacks:
         self.problems: list[str] = []
         self._names = declared.names
         self._index = index
-        self._moes = {
-            f"blocks.{i}.ffn.experts": block.ffn
-            for i, block in enumerate(declared.spec.blocks)
-            if isinstance(block.ffn, Moe)
-        }
+        self._moes = {f"blocks.{i}.ffn.experts": ffn for i, ffn in declared.spec.routed.items()}
         self._transposed: dict[str, bool | None] = {}
 
     def find(self, name: str, shape: Shape) -> Source | None:

@@ -30,7 +30,7 @@ from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
-from proa.ops.table import LayerCache
+from proa.ops.table import Caches
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -61,7 +61,7 @@ class GraphExecutor:
     """All calls come from one thread, and launch to one queue."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
+        self, model: Decoder, caches: Caches, limits: StepLimits, queue: Queue,
         session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
