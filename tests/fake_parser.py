@@ -16,6 +16,11 @@ class FakeParser:
 
     def __init__(self, *_: object) -> None:
         self._text, self._state, self._calls = "", "text", -1
+        self.kept: dict[int, str] = {}
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "think"
 
     def feed(self, text: str, markers: Sequence[int] = ()) -> list[Event]:
         self._text += text

@@ -20,6 +20,15 @@ class ModelOptions:
     chat_template: str | None = option(
         None, help="file with a Jinja chat template; default: the model's own template", metavar="PATH"
     )
+    tool_call_parser: str = option(
+        "auto",
+        help="format of tool calls, by its name in vLLM or SGLang (hermes, qwen3_coder, glm45, kimi_k2...; docs/api.md "
+        "lists them); auto: by the chat template; none: calls stay text",
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto", help="format of reasoning (qwen3, deepseek_r1...; docs/api.md); auto, none: as above", metavar="NAME"
+    )
     dtype: str = option(
         "auto",
         help="type of weights and activations; auto: the checkpoint's, bfloat16 for GGUF",

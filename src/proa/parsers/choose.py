@@ -49,6 +49,7 @@ _CALLS_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|start_header_id|>ipython<|end_header_id|>", '"parameters"')),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
+_TOLD = (HARMONY, *(f.name for f in CALLS if f.written))  # formats that a system message can ask for
 _REASONING_IN_TEMPLATES = ("<|channel>", "<mm:think>", "[THINK]", "<seed:think>", "<think>")
 _BY_MODEL_TYPE = {"gpt_oss": HARMONY, "deepseek_v32": "deepseek_v32", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2"}
 
@@ -71,9 +72,6 @@ class AnswerFormat(Protocol):
     def calls(self) -> CallFormat | None:
         """The format of calls; None for gpt-oss' and where calls stay text."""
 
-    def kept(self, with_calls: bool) -> Mapping[int, str]:
-        """Return the tokens whose text the parser needs, by id. with_calls: the request has tools."""
-
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         """Make the parser of one choice. tools: None if calls stay text; prompt: the rendered prompt; begun: the text
         of a final message that the answer continues."""
@@ -92,12 +90,10 @@ class TaggedFormat:
             False: _kept(added, think),
         }
 
-    def kept(self, with_calls: bool) -> Mapping[int, str]:
-        return self._kept[with_calls]
-
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         opened = self._reasoning is not None and _is_open(self._reasoning, prompt, begun)
-        return TaggedAnswer(self.calls, self._reasoning, self._anchors, Context(tools, opened, calls_before))
+        context = Context(tools, opened, calls_before, self._kept[tools is not None])
+        return TaggedAnswer(self.calls, self._reasoning, self._anchors, context)
 
 
 class HarmonyFormat:
@@ -109,14 +105,11 @@ class HarmonyFormat:
         self._anchors: Anchors = anchors(harmony.MARKERS, added.values())
         self._kept = _kept(added, harmony.MARKERS)
 
-    def kept(self, with_calls: bool) -> Mapping[int, str]:
-        return self._kept
-
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         header, message, _ = prompt[prompt.rfind(harmony.START) :].rpartition(harmony.MESSAGE)
         in_message = bool(message) and not any(end in prompt[prompt.rfind(harmony.MESSAGE) :] for end in harmony.ENDS)
         opened = in_message and "analysis" in header.rpartition(harmony.CHANNEL)[2]
-        return HarmonyAnswer(self._anchors, Context(tools, opened, calls_before), in_message=in_message)
+        return HarmonyAnswer(self._anchors, Context(tools, opened, calls_before, self._kept), in_message=in_message)
 
 
 def _kept(added: Mapping[int, str], markers: Collection[str]) -> dict[int, str]:
@@ -132,12 +125,12 @@ def _is_open(reasoning: ReasoningFormat, prompt: str, begun: str) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The format of a model's answers, with rows for the start-up table. in_system_message: the template ignores tools,
-    so they are written into a system message, for calls in Hermes' form."""
+    """The format of a model's answers, with rows for the start-up table. system_call: how a system message tells the
+    model to write a call; empty if the chat template tells it."""
 
     format: AnswerFormat
     decisions: tuple[Decision, ...]
-    in_system_message: bool
+    system_call: str = ""
 
 
 def choose(asked_calls: str, asked_reasoning: str, model: Model) -> Chosen:
@@ -154,18 +147,18 @@ def choose(asked_calls: str, asked_reasoning: str, model: Model) -> Chosen:
             f"Set --tool-call-parser and --reasoning-parser both to {HARMONY}, or both to other values.",
             param="reasoning_parser",
         )
-    in_system = not model.renders_tools and got_calls not in (NONE, HARMONY)
-    if in_system:
+    call_format = next((f for f in CALLS if f.name == got_calls), None)
+    system_call = "" if model.renders_tools or call_format is None else call_format.written or CALLS[0].written
+    if system_call:
         why_calls += "; the chat template ignores tools, so they are written into a system message"
     rows = (
         Decision("tool calls", asked_calls, got_calls, why_calls),
         Decision("reasoning", asked_reasoning, got_reasoning, why_reasoning),
     )
     if got_calls == HARMONY:
-        return Chosen(HarmonyFormat(model.added), rows, in_system)
-    call_format = next((f for f in CALLS if f.name == got_calls), None)
+        return Chosen(HarmonyFormat(model.added), rows)
     reasoning_format = next((f for f in REASONING if f.name == got_reasoning), None)
-    return Chosen(TaggedFormat(call_format, reasoning_format, model.added), rows, in_system)
+    return Chosen(TaggedFormat(call_format, reasoning_format, model.added), rows, system_call)
 
 
 def _canonical(asked: str, aliases: Mapping[str, str], names: Collection[str], option: str) -> str:
@@ -184,7 +177,7 @@ def _calls(asked: str, model: Model) -> tuple[str, str]:
     if asked != AUTO:
         return asked, "as asked"
     for name, texts in _CALLS_IN_TEMPLATES:
-        if all(text in model.template for text in texts):
+        if all(text in model.template for text in texts) and (model.renders_tools or name in _TOLD):
             return name, f"the chat template has {texts[0].strip()}"
     if model.model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model.model_type], f"the model's type is {model.model_type}"

@@ -33,6 +33,7 @@ class HarmonyAnswer:
     header; or inside a message, whose channel context.opened tells (analysis, else final)."""
 
     def __init__(self, anchors: Anchors, context: Context, *, in_message: bool = False) -> None:
+        self.kept = context.kept
         self._scanner = Scanner(anchors)
         self._has_tools = context.tools is not None
         self._num_calls = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from proa.parsers.calls import Call, Incomplete, Malformed, Tools, dump_json, openai_id
@@ -21,12 +21,13 @@ class Context:
     """What a parser must know of its request.
 
     tools: None if calls stay text. opened: the prompt ends inside the reasoning. calls_before: calls in the
-    conversation, for ids that count them.
+    conversation, for ids that count them. kept: as AnswerParser.kept.
     """
 
     tools: Tools | None = None
     opened: bool = False
     calls_before: int = 0
+    kept: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,6 +71,7 @@ class TaggedAnswer:
     def __init__(
         self, calls: CallFormat | None, reasoning: ReasoningFormat | None, anchors: Anchors, context: Context
     ) -> None:
+        self.kept = context.kept
         self._format = calls if context.tools is not None else None
         self._tools = context.tools or Tools()
         self._make_id = openai_id if calls is None else calls.make_id
@@ -214,7 +216,7 @@ class TaggedAnswer:
         """Delimiters that count in the middle of text or reasoning: all that are tokens of the vocabulary. Of others
         not those that begin reasoning, of which an answer may speak, nor those that close what is not open."""
         wanted = [self._think.close] if self._think is not None and self._state == "reasoning" else []
-        candidates = () if self._think is None else (self._think.open, self._think.close)
+        candidates: tuple[str, ...] = () if self._think is None else (self._think.open, self._think.close)
         if self._format is not None:
             if self._in_section or not self._format.only_in_sections:
                 wanted += [pair.open for pair in self._format.pairs if not pair.opens_answer]

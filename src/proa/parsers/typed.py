@@ -88,7 +88,8 @@ def _kinds(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
     elif "items" in schema:
         yield "array"
     for word in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(word) if isinstance(schema.get(word), list) else ():
+        parts = schema.get(word)
+        for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict):
                 yield from _kinds(part, root, depth - 1)
     target = _target(schema.get("$ref"), root)

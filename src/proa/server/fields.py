@@ -40,6 +40,7 @@ class Ignored:
 
 _STRUCTURED = "Structured output is implemented on /v1/chat/completions."
 _SAMPLER = "This sampler is not implemented."
+_NOT_CHAT: tuple[Endpoint, ...] = ("completions", "messages")
 # Fields of chat and completions, which /v1/messages and /v1/responses refuse unless null.
 _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
@@ -56,9 +57,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("modalities", (["text"],), "Answers are text."),
     Refused("moderation"),
     Refused("web_search_options", hint="Proa makes no network requests."),
-    Refused("functions", ([],), "Use tools."),
-    Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
-    Refused("parallel_tool_calls", (True,), on=("chat", "completions", "messages")),
+    Refused("functions", ([],), "Use tools.", on=(*_NOT_CHAT, "responses")),
+    Refused("function_call", ("none", "auto"), "Use tools and tool_choice.", on=(*_NOT_CHAT, "responses")),
+    Refused("parallel_tool_calls", (True,), on=_NOT_CHAT),
     Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages", "responses")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
@@ -127,7 +128,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("inference_geo", "inference runs on this server"),
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
-    Ignored("stream_reasoning", "reasoning is part of the text"),
+    Ignored("stream_reasoning", "reasoning is streamed as it is generated"),
+    Ignored("separate_reasoning", "reasoning is always apart from the content; --reasoning-parser none joins them"),
     Ignored("guided_decoding_backend", "there is one grammar library"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),

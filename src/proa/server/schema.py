@@ -180,6 +180,9 @@ class ChatRequest(SampledRequest):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
@@ -197,6 +200,8 @@ class ChatRequest(SampledRequest):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ.", "Send only one of them.", param="max_tokens"
             )
+        if self.functions is not None and self.tools is not None:
+            raise RequestError("functions and tools are both given.", "Send tools only.", param="functions")
         if self.continue_final_message and self.add_generation_prompt:
             if "add_generation_prompt" in self.model_fields_set:
                 raise RequestError(
