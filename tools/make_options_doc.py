@@ -86,7 +86,8 @@ def document() -> str:
     for title, options in _by_title(serve.values()):
         parts += [f"### {title}\n", _table(options)]
     for command, group in (
-        ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions), ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
+        ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
+        ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
         ("warm MODEL", WarmCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),
     ):  # fmt: skip

@@ -96,7 +96,7 @@ def test_descriptions(served: Served) -> None:
 
 WRONG = {
     "image": ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "Images"),
-    "format": ("/api/chat", {"messages": USER, "format": "json"}, "format"),
+    "format": ("/api/chat", {"messages": USER, "format": 5}, "format"),
     "mirostat": ("/api/chat", {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
     "template": ("/api/generate", {"prompt": "Hi", "template": "x"}, "template"),
     "role": ("/api/chat", {"messages": [{"role": "x", "content": "x"}]}, "messages[0].role"),
@@ -118,9 +118,7 @@ def test_error_in_the_middle(tokenizer: Tokenizer) -> None:
         assert json.loads(post(served, "/api/chat", messages=USER).text.splitlines()[-1]) == {"error": "It died."}
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/images/edits", "/v1/audio/speech", "/v1/fine_tuning/jobs"]
-)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/edits", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
 def test_endpoints_that_are_not_served(served: Served, path: str) -> None:
     refused = httpx.post(f"{served.url}{path}", json={})
     assert refused.status_code == 501
