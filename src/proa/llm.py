@@ -49,17 +49,17 @@ class TextSource(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     tokenizer_path: str
     chat_template: str | None
+    tool_call_parser: str
+    reasoning_parser: str
     vocab_size: int
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
-    tool_call_parser: str
-    reasoning_parser: str
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
 
-    def answers(self, tokenizer: Tokenizer) -> Chosen:
-        """Choose how answers are parsed. Raises UsageError."""
+    def choose_parser(self, tokenizer: Tokenizer) -> Chosen:
+        """Choose how answers are parsed. Raises UsageError for a parser that does not exist."""
         return choose(self.tool_call_parser, self.reasoning_parser, _described(tokenizer, self.config))
 
 
@@ -91,9 +91,9 @@ class AsyncLLM:
         self.context_tokens = plan.context_tokens
         self.sampling_defaults = sampling_defaults(generation_config or {})
         eos = token_ids(*((c or {}).get("eos_token_id") for c in (config, generation_config)))
-        self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
         self._checker = GrammarChecker()
         self._taught: asyncio.Task[None] | None = None  # gives the engine the vocabulary, once
+        self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
         self._rules = RequestRules(
             context_tokens=plan.context_tokens,
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -142,16 +142,16 @@ class AsyncLLM:
             generation_config=checkpoint.generation_config,
         )
         tokenizer = await asyncio.to_thread(source.load_tokenizer)
-        answers = source.answers(tokenizer)  # may raise: before the engine is started
+        answers = source.choose_parser(tokenizer)
         launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        engine = await (RestartingEngine.launch(launch) if restart else launch())
+        engine: EngineHandle = await (RestartingEngine.launch(launch) if restart else launch())
         return cls._of(source, engine, tokenizer, answers)
 
     @classmethod
     def without_engine(cls, source: TextSource) -> AsyncLLM:
         """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
         tokenizer = source.load_tokenizer()
-        return cls._of(source, cast(EngineHandle, None), tokenizer, source.answers(tokenizer))
+        return cls._of(source, cast(EngineHandle, None), tokenizer, source.choose_parser(tokenizer))
 
     @classmethod
     def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer, answers: Chosen) -> AsyncLLM:

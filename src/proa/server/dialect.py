@@ -12,7 +12,7 @@ from starlette.types import Scope
 from proa.server.anthropic_errors import error_reply
 from proa.server.errors import ApiError, json_response
 from proa.server.service import RequestRecord
-from proa.server.sse import NAMED_FRAMES, PLAIN_FRAMES, TYPED_FRAMES, Frames
+from proa.server.sse import LINE_FRAMES, NAMED_FRAMES, PLAIN_FRAMES, TYPED_FRAMES, Frames
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,15 @@ def _failed_response(error: ApiError, request_id: str) -> Any:
     return {"type": "response.failed", "sequence_number": 0, "response": {**response, "error": details}}
 
 
+def _ollama_error(error: ApiError, request_id: str) -> Any:
+    return {"error": error.message}
+
+
 OPENAI = Dialect(_openai_error, _openai_error, PLAIN_FRAMES)
 RESPONSES = Dialect(_openai_error, _failed_response, TYPED_FRAMES)
+OLLAMA = Dialect(_ollama_error, _ollama_error, LINE_FRAMES)
 ANTHROPIC = Dialect(error_reply, error_reply, NAMED_FRAMES)
-_BY_PATH = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES}
+_BY_PATH = {"/api": OLLAMA, "/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES}
 
 
 def dialect_of(path: str) -> Dialect:

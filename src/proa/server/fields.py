@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from proa.server.errors import ApiError
 
-Endpoint = Literal["chat", "completions", "messages", "responses", "tokenize"]
+Endpoint = Literal["chat", "completions", "messages", "responses", "ollama", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages", "responses")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
+    Refused("template", ("",), "Choose it when the server starts, with --chat-template.", on=("ollama",)),
     Refused("store", (False,), "/v1/responses stores answers.", on=("chat", "completions", "messages")),
     Refused("background", (False,), "Keep the connection open.", on=("responses",)),
     Refused("background_options", on=("responses",)),
@@ -127,9 +128,9 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("inference_geo", "inference runs on this server"),
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
+    Ignored("guided_decoding_backend", "there is one grammar library"),
     Ignored("stream_reasoning", "reasoning is streamed as it is generated"),
     Ignored("separate_reasoning", "reasoning is always apart from the content; --reasoning-parser none joins them"),
-    Ignored("guided_decoding_backend", "there is one grammar library"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),
 )

@@ -14,6 +14,7 @@ import msgspec
 from proa.errors import ProaError
 from proa.llm import AsyncLLM, TextSource
 from proa.obs.units import format_bytes
+from proa.server import ollama
 from proa.server.anthropic import messages_job
 from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from proa.server.body import decode
@@ -22,6 +23,7 @@ from proa.server.completions import completion_job
 from proa.server.errors import ApiError, from_proa
 from proa.server.fields import Endpoint
 from proa.server.intake import validated
+from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from proa.server.precheck import SIZE_BYTES, Check, Outcome, Right, Wrong
 from proa.server.responses import responses_job
 from proa.server.responses_schema import ResponsesRequest
@@ -52,6 +54,9 @@ SCHEMAS = {
         _Schema("messages", MessagesRequest, messages_job),
         _Schema("messages", CountTokensRequest),
         _Schema("responses", ResponsesRequest, _response_job),
+        _Schema("ollama", OllamaChatRequest, ollama.chat_job),
+        _Schema("ollama", OllamaGenerateRequest, ollama.generate_job),
+        _Schema("ollama", OllamaShowRequest),
         _Schema("tokenize", TokenizeRequest),
         _Schema("tokenize", DetokenizeRequest),
     )

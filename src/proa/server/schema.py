@@ -59,6 +59,11 @@ class GeneratingRequest(ApiRequest):
 
     stream: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """True if it asks for nothing but a loaded model."""
+        return False
+
     def cut_limits(self, most_tokens: int | None) -> list[str]:
         """Name the limits that were cut to `most_tokens`, what the context leaves."""
         return [name for name in self.limits if most_tokens is not None and (getattr(self, name) or 0) > most_tokens]

@@ -88,6 +88,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Accept the served name, MODEL as given, "default" and None, with --accept-any-model every name. Raises
         ApiError 404."""
+        if name is not None:
+            name = name.removesuffix(":latest")  # added by Ollama's clients
         known = (None, self.model_name, self.requested_model, "default")
         if name in known or self._accepts_any_model:
             return
