@@ -21,6 +21,7 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.processes.handle import EngineState
 from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
+from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 
@@ -62,6 +63,7 @@ class FakeEngine:
     in_flight: set[str] = field(default_factory=set)
     most_in_flight: int = 0
     closed: bool = False
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self) -> None:
         self._settled = asyncio.Event()  # set when the state is no longer "loading"
@@ -115,6 +117,9 @@ class FakeEngine:
             self.in_flight.discard(request.id)
             if request.id not in self.finished:
                 self.aborted.append(request.id)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     async def close(self) -> None:
         self.closed = True

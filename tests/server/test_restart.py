@@ -77,6 +77,25 @@ def test_the_engine_is_started_again(tokenizer: Tokenizer) -> None:
     run(work())
 
 
+def test_the_new_engine_learns_the_vocabulary(tokenizer: Tokenizer) -> None:
+    """Constraints need it; the frontend sends it once."""
+
+    async def work() -> None:
+        engines = Engines(tokenizer)
+        engine = await RestartingEngine.launch(engines.launch)
+        await asyncio.sleep(0)
+        vocabulary = tokenizer.vocabulary(tokenizer.vocab_size)
+        engine.learn(vocabulary)
+        assert engines.made[0].vocabulary is vocabulary
+        engines.made[0].die()
+        await settle()
+        assert engine.state == "ready"
+        assert engines.made[1].vocabulary is vocabulary
+        await engine.close()
+
+    run(work())
+
+
 @pytest.mark.parametrize("seconds_between", [0.0, restarting.WINDOW_S])
 def test_restarts_are_limited(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, seconds_between: float) -> None:
     now_s = 0.0

@@ -113,12 +113,12 @@ def test_heads() -> None:
     two, four = divide(model(Block(GQA, MLP)), equal(2)), divide(model(Block(GQA, MLP)), equal(4))
     assert over(two, "blocks.0.mixer.q.weight")[1] == Part("blocks.0.mixer.q.weight", (range(128, 256),))
     assert over(two, "blocks.0.mixer.o.weight")[1] == Part("blocks.0.mixer.o.weight", (range(64),), range(64, 128))
-    assert [rank.spec.attention[0].kv_heads for rank in two] == [1, 1]
-    assert [(rank.spec.attention[0].heads, rank.spec.attention[0].kv_heads) for rank in four] == [(2, 1)] * 4
+    assert [rank.spec.mixers[0].kv_heads for rank in two] == [1, 1]
+    assert [(rank.spec.mixers[0].heads, rank.spec.mixers[0].kv_heads) for rank in four] == [(2, 1)] * 4
     keys = over(four, "blocks.0.mixer.k.weight")
     assert [part and part.rows for part in keys] == [(range(16),), (range(16),), (range(16, 32),), (range(16, 32),)]
     assert all(part and "share one" in part.shared for part in keys)
-    assert [rank.spec.attention[0].o_bias for rank in four] == [True, False, False, False]
+    assert [rank.spec.mixers[0].o_bias for rank in four] == [True, False, False, False]
     assert [part is None for part in over(four, "blocks.0.ffn.down.bias")] == [False, True, True, True]
 
 
@@ -126,7 +126,7 @@ def test_unequal_shares() -> None:
     """A fast GPU beside a slow one."""
     for shares, heads, width in (((2, 1), (4, 2), (64, 32)), ((5, 1), (5, 1), (80, 16)), ((9, 1), (5, 1), (86, 10))):
         ranks = divide(model(Block(replace(GQA, heads=6, kv_heads=6), MLP)), Mesh((shares,)))
-        assert tuple(rank.spec.attention[0].heads for rank in ranks) == heads
+        assert tuple(rank.spec.mixers[0].heads for rank in ranks) == heads
         assert tuple(rank.spec.blocks[0].ffn.width for rank in ranks) == width
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.errors import ResourceError, UsageError
+from proa.machine.cost.turns import SHARED_TOKENS
 from proa.machine.machine import Gpu, Machine
 from proa.machine.rates import RamRate
 from proa.models.names import Declared
@@ -34,7 +35,7 @@ from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
-from proa.plan.turns import SHARED_TOKENS, batch_row, prefill_share, turn_tokens
+from proa.plan.turns import batch_row, prefill_share, turn_tokens
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint

@@ -35,6 +35,7 @@ from proa.server.connections import (
     OpenConnections,
     raise_descriptor_limit,
 )
+from proa.server.precheck import Precheck
 from proa.server.service import Service
 from proa.server.welcome import welcome
 
@@ -195,6 +196,8 @@ def _signals_request(shutdown: Shutdown) -> Iterator[None]:
 async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable[[], None]) -> None:
     """Load the model, then watch its engine. Never returns; raises the error that ended loading or the engine."""
     service.llm = await launch(_progress_into(service))
+    if service.llm.source is not None:
+        service.precheck = Precheck(service.llm.source)
     await service.llm.engine.wait_ready()
     when_ready()
     await service.llm.engine.wait_ended()
@@ -256,6 +259,8 @@ async def _until_idle(service: Service, at_most_s: float) -> None:
 async def _shut_down(service: Service, server: _Server, http: asyncio.Task[None], shutdown: Shutdown) -> None:
     """Stop the engine (aborting running requests), let their error responses go out, stop the HTTP server."""
     service.draining.set()
+    if service.precheck is not None:
+        service.precheck.close()
     if service.llm is not None:
         await _unless_second_signal(shutdown, service.llm.close(), ENGINE_STOP_S)
     await _unless_second_signal(shutdown, _until_idle(service, ERROR_RESPONSES_S))

@@ -26,6 +26,11 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _PROBE_PRIORITY = -1_000_000  # ahead of all waiting requests
 
 
+def root(service: Service) -> Response:
+    """Answer 200, because some clients ask here whether there is a server."""
+    return json_response({"name": "proa", "version": VERSION, "model": service.model_name})
+
+
 def health(service: Service) -> Response:
     """Answer 200 when ready, else 503 with the reason; while loading, with phase, percent and ETA."""
     if service.is_draining:

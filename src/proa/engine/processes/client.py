@@ -30,6 +30,7 @@ from proa.engine.processes.handle import EngineState
 from proa.engine.processes.wire import FrontendEnd
 from proa.engine.stats import Stats
 from proa.errors import EngineDead, ProaError, error_from_wire
+from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
@@ -109,6 +110,9 @@ class EngineClient:
                 self._aside.rest()
             if not done:
                 self._send(Abort([request.id]))
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self._send(vocabulary)
 
     async def close(self) -> None:
         if self.state != "stopped":

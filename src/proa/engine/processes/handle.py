@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from proa.engine.ipc import Loading, Ready
 from proa.engine.stats import Stats
 from proa.errors import ProaError
+from proa.grammar.vocabulary import Vocabulary
 from proa.types import EngineRequest, TokenEvent
 
 EngineState = Literal["loading", "ready", "restarting", "failed", "stopped"]
@@ -42,6 +43,9 @@ class EngineHandle(Protocol):
 
         Raises QueueFull, ContextLengthExceeded, ResourceError, EngineDead, ShuttingDown.
         """
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Give the engine the model's vocabulary, before the first request with a constraint."""
 
     async def close(self) -> None:
         """Stop the engine process; running requests end with finish "abort". Idempotent."""

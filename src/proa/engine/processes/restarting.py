@@ -14,6 +14,7 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.processes.handle import EngineHandle, EngineState
 from proa.engine.stats import Stats
 from proa.errors import EngineDead, ProaError
+from proa.grammar.vocabulary import Vocabulary
 from proa.types import EngineRequest, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class RestartingEngine:
         self._is_restarting = False
         self._failure: ProaError | None = None
         self._restarted_s: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._vocabulary: Vocabulary | None = None
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -77,6 +79,11 @@ class RestartingEngine:
             async for event in events:
                 yield event
 
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        if not self._is_restarting:
+            self._current.learn(vocabulary)
+
     async def close(self) -> None:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
@@ -117,5 +124,7 @@ class RestartingEngine:
         self.restarts += 1
         self._current = await self._launch()
         await self._current.wait_ready()
+        if self._vocabulary is not None:
+            self._current.learn(self._vocabulary)
         self._is_restarting = False
         log.info("The engine is ready again.")
