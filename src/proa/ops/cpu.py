@@ -88,7 +88,7 @@ class CpuOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Record a rotation by cos = factor and sin = 0, which multiplies every element, in float32."""
-        pairs = next(n for n in (16, 8, 4, 2, 1) if x.shape[1] % (2 * n) == 0)
+        pairs = max(n for n in (16, 8, 4, 2, 1) if x.shape[1] % (2 * n) == 0)
         key = factor, pairs * self._to.rows
         if key not in self._turns:
             cos = torch.full((self._to.rows, pairs), factor)
@@ -144,6 +144,8 @@ class CpuOps:
         """`slots` is ignored: a program has no padding rows."""
         ids, weights = self._to.new(rule.top_k, torch.int32), self._to.new(rule.top_k, torch.float32)
         router, correction = rule.router, rule.correction
+        if router.held:
+            raise ValueError(f"the native kernels do not route for one of several ranks: {router.held}")
         routing = Routing(
             experts=logits.shape[1], top_k=rule.top_k, sigmoids=router.score == "sigmoid",
             renormalise=router.renormalise, scale=router.scale, epsilon=router.epsilon, least=router.least,
