@@ -4,6 +4,8 @@ Each module of proa.ops.triton that has `variants()` names what its launchers us
 to sm_120, and the shared memory of a block compared with what that architecture gives. What is compiled is kept (in
 ~/.triton/cache/checked), so that a second run only reads.
 
+For sm_90 the code of some kernels is read, too: kernel_code.py.
+
 Where the optimised LLVM code for an architecture is that of an older one, the rest of the compiler has passed it:
 PTX of an older architecture is PTX of every newer one.
 """
@@ -57,7 +59,17 @@ class Passed:
         return "", ""
 
 
-def compiled(variant, capability: int, passed: Passed):
+class NotAssembled:
+    """Keeps PTX, which assembling takes no part in."""
+
+    def skip(self, *asked) -> tuple[str, str]:
+        """See Passed.skip."""
+        if asked:
+            asked[1]["cubin"] = lambda code, metadata: b""
+        return "", ""
+
+
+def compiled(variant, capability: int, passed: Passed | NotAssembled):
     """For one architecture. Raises whatever the compiler does."""
     import triton
     from triton import knobs
@@ -71,6 +83,19 @@ def compiled(variant, capability: int, passed: Passed):
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     knobs.runtime.add_stages_inspection_hook = passed.skip
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def code_problem(module: str, variant) -> str:
+    """What is wrong with the variant's code for sm_90; "" if nothing, or if kernel_code.py asks nothing of it."""
+    from triton import knobs
+
+    from kernel_code import check_of
+
+    if (of_code := check_of(module, variant)) is None:
+        return ""
+    with knobs.cache.scope():  # apart from those whose PTX was left out
+        knobs.cache.dir = str(Path(knobs.cache.dir, "code"))
+        return of_code(variant, compiled(variant, 90, NotAssembled()).asm)
 
 
 def check(module: str, index: int) -> tuple[str, list[str]]:
@@ -97,6 +122,8 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
         if used > limit * KIB:
             found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
     found += [f"{name}: does not compile for {', '.join(where)}: {error}" for error, where in failed.items()]
+    if not failed and (problem := code_problem(module, variant)):
+        found.append(f"{name}: sm_90: {problem}")
     to = f" to sm_{variant.newest}" if variant.newest else ""
     return f"{name}: from sm_{variant.least}{to}, at most {most / KIB:.1f} KiB shared", found
 

@@ -21,7 +21,7 @@ void pack(const Call& call, const Group& g, const Packed& x) {
 Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const Layout& l = call.experts->gate_up->layout;
     char* pairs = scratch.take<char>(size_t(g.tokens) * call.kernels->row_bytes(l));
-    const bool has_min = kFacts[int(l.format)].has_min;
+    const bool has_min = facts_of(l.format).has_min;
     float* sums = has_min ? scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16)) : nullptr;
     const Packed x = packed_rows(*call.kernels, l, pairs, sums, 0, g.tokens);
     pack(call, g, x);
@@ -43,8 +43,8 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
     const Group& g = call.group[size_t(at.repeat)];
     const Packed h = call.h(g);
     const float* bias = e.gate_bias ? e.gate_bias + size_t(g.expert) * w.layout.panels * kPanelRows : nullptr;
-    const int per = call.panels_per_row(), end = at.end / per, padded = e.down->layout.padded;
-    call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / per, end,
+    const int end = at.end / 2, padded = e.down->layout.padded;
+    call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / 2, end,
                            padded, h);
     if (at.end == w.layout.panels && end * kPanelRows < padded)
         call.kernels->clear_columns(end * kPanelRows, padded, h);
@@ -124,11 +124,10 @@ void sort(Call& call, int tokens) {
 
 bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }
 
-// Panels per task of gate and up.
+// Panels per task of gate and up, which alternate.
 int up_step(const Matrix& w, const Call& call, int threads) {
-    const int unit = call.panels_per_row();
-    if (!call.by_expert) return streamed_step(w, unit, 1, call.groups, threads);
-    return panels_to_compute(unit, size_t(w.layout.panels) * size_t(call.groups), threads, call.kernels->blocking);
+    if (!call.by_expert) return streamed_step(w, 2, 1, call.groups, threads);
+    return panels_to_compute(2, size_t(w.layout.panels) * size_t(call.groups), threads, call.kernels->blocking);
 }
 
 void carve(Call& call, Host& host, int parts, int lane) {
@@ -145,8 +144,8 @@ void carve(Call& call, Host& host, int parts, int lane) {
         return memory.used();
     };
     take(Carver(host.workspace(lane, take(Carver()))));
-    if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
-    if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
+    if (!facts_of(up.format).has_min) call.x_sums = nullptr;
+    if (!facts_of(down.format).has_min) call.h_sums = nullptr;
 }
 
 bool fetch_up(const void* context, int task, int part) {

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from proa.config.field import option
 
+DUMMY_FORMATS = ("bf16", "fp8", "int4", "nvfp4", "mxfp4")  # all but bf16: DUMMY in native/formats.py
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -41,7 +43,7 @@ class ModelOptions:
     dummy_format: str = option(
         "bf16",
         help="dummy weights' format of experts and linear layers; fp8: blocks of 128 x 128, int4: groups of 32",
-        choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"),
+        choices=DUMMY_FORMATS,
     )
     ignore_config_key: tuple[str, ...] = option(
         (), help="ignore this key of config.json, which Proa does not support (repeatable)", metavar="KEY"

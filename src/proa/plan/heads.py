@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from proa.models.spec import Model
+from proa.ops.sizes import MOST_HEAD_DIM, MOST_HEAD_GROUP
 
 CPU_MOST_DIM = 576  # head dimension: csrc/src/isa/attend.h
-GPU_MOST_DIM, GPU_MOST_GROUP = 256, 64  # head dimension; query heads per KV head: ops/triton/attention.py
 
 
 def beyond_cpu(spec: Model) -> str:
@@ -18,6 +18,6 @@ def beyond_gpu(spec: Model) -> str:
     """The reason why the GPU's kernels cannot compute the model's heads; empty if they can."""
     widest = max((mixer.head_dim for mixer in spec.attention), default=0)
     group = max((mixer.heads // mixer.kv_heads for mixer in spec.attention), default=0)
-    if widest > GPU_MOST_DIM:
-        return f"heads have {widest} dimensions, more than {GPU_MOST_DIM}"
-    return "" if group <= GPU_MOST_GROUP else f"{group} query heads share a KV head, more than {GPU_MOST_GROUP}"
+    if widest > MOST_HEAD_DIM:
+        return f"heads have {widest} dimensions, more than {MOST_HEAD_DIM}"
+    return "" if group <= MOST_HEAD_GROUP else f"{group} query heads share a KV head, more than {MOST_HEAD_GROUP}"

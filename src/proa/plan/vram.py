@@ -35,7 +35,6 @@ ALLOCATOR_BYTES = 2 * (20 + 2) << 20
 GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 16, 16, 16, 4 << 10
 LATENT_NODES = 4  # further nodes per block of latent attention: queries' norm and second projection, heads' projections
 
-LATENT_HEADS = 64  # heads per program, at most: smaller programs have fewer splits
 LOGIT_COPIES = 3  # float32: the graphs' common output, one in the graphs' pool, one in that of steps without graphs
 
 # Split-K programs of packed linear layers write partial sums: up to 198 of 128 x 128 in float32.
@@ -191,7 +190,7 @@ def _partial_floats(of: Attention, sequences: int) -> int:
 
 
 def latent_partials_bytes(spec: Model, max_running: int) -> int:
-    """Bytes of latent attention's partial results, with up to LATENT_HEADS heads per program; see partials_bytes."""
+    """Bytes of latent attention's partial results; see partials_bytes."""
     return max(
         (
             4 * sizes.attention_floats(n, a.heads, a.rank, _latent_splits(a, n))
@@ -203,7 +202,7 @@ def latent_partials_bytes(spec: Model, max_running: int) -> int:
 
 
 def _latent_splits(of: LatentAttention, sequences: int) -> int:
-    return sizes.latent_splits(sequences, -(-of.heads // LATENT_HEADS), sizes.MOST_PROCESSORS)
+    return sizes.latent_splits(sequences, -(-of.heads // sizes.LATENT_HEADS), sizes.MOST_PROCESSORS)
 
 
 def delta_chunks_bytes(spec: Model, batch_tokens: int) -> int:

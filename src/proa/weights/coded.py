@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode, to_float
-from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
+from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Order, Stored, facts
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo, ends_too_early, place_of
 
 _TORCH = {
@@ -202,9 +202,8 @@ def _bad_nvfp4_scale(scales: TensorInfo, codes: Tensor, matrix: int) -> WeightsE
 def _as_kept(scales: Tensor, stored: str) -> Tensor:
     """Scales in the dtype of the packed format, which holds them exactly; float32 if no packed format keeps them."""
     kept = QUANTISED.get(stored)
-    match kept.format if kept else None:
-        case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
-            return scales
+    if kept and facts(kept.format).scale not in ("f32", "f32_panel"):
+        return scales
     if scales.dtype is not torch.uint8:
         return scales.float()
     powers = torch.empty(scales.shape)
