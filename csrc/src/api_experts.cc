@@ -153,13 +153,14 @@ int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int
         require(gate_up && down && out, "A null pointer.");
         require(activation >= 0 && activation < int(proa::Activation::kNone), "There is no such activation.");
         const proa::Layout &up = gate_up->matrix.layout, &low = down->matrix.layout;
+        const int per = has_gate(proa::Activation(activation)) ? 2 : 1;
         require(gate_up->matrix.count == down->matrix.count, "Both stacks must have one matrix per expert.");
-        require(up.panels % 2 == 0 && up.panels / 2 == (low.columns + 15) / 16,
+        require(up.panels % per == 0 && up.panels / per == (low.columns + 15) / 16,
                 "The first matrix must have as many panels as the second one's columns need.");
         require(gate_up->matrix.slices.size() == down->matrix.slices.size(),
                 "Both matrices must have the same number of slices.");
         for (const proa::Slice& slice : gate_up->matrix.slices)
-            require(slice.first_panel % 2 == 0, "Gate and up of the same rows must be in the same slice.");
+            require(slice.first_panel % per == 0, "Gate and up of the same rows must be in the same slice.");
         *out = new proa_experts{
             {&gate_up->matrix, &down->matrix, proa::Activation(activation), limit, gate_bias, down_bias}};
     });

@@ -43,8 +43,8 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
     const Group& g = call.group[size_t(at.repeat)];
     const Packed h = call.h(g);
     const float* bias = e.gate_bias ? e.gate_bias + size_t(g.expert) * w.layout.panels * kPanelRows : nullptr;
-    const int end = at.end / 2, padded = e.down->layout.padded;
-    call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / 2, end,
+    const int per = call.panels_per_row(), end = at.end / per, padded = e.down->layout.padded;
+    call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / per, end,
                            padded, h);
     if (at.end == w.layout.panels && end * kPanelRows < padded)
         call.kernels->clear_columns(end * kPanelRows, padded, h);
@@ -124,10 +124,11 @@ void sort(Call& call, int tokens) {
 
 bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }
 
-// Panels per task of gate and up, which alternate.
+// Panels per task of gate and up.
 int up_step(const Matrix& w, const Call& call, int threads) {
-    if (!call.by_expert) return streamed_step(w, 2, 1, call.groups, threads);
-    return panels_to_compute(2, size_t(w.layout.panels) * size_t(call.groups), threads, call.kernels->blocking);
+    const int unit = call.panels_per_row();
+    if (!call.by_expert) return streamed_step(w, unit, 1, call.groups, threads);
+    return panels_to_compute(unit, size_t(w.layout.panels) * size_t(call.groups), threads, call.kernels->blocking);
 }
 
 void carve(Call& call, Host& host, int parts, int lane) {

@@ -239,6 +239,7 @@ def activate(kind: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         case Activation.CLAMPED_SWIGLU:
             g, u = np.minimum(gate, 7), np.clip(up, -7, 7)
             return (u + 1) * g * sigmoid(1.702 * g)
+    return np.maximum(gate, 0) ** 2
 
 
 class Layer:
@@ -259,8 +260,8 @@ class Layer:
         for part, bias in enumerate((self.gate_bias, self.up_bias)):
             padded = np.pad(bias, ((0, 0), (0, panels * 16 - width)))
             pair[:, :, part] = padded.reshape(experts, panels, 16)
-        self.fused_bias = pair
-        first = Packed(self.gate, pieces, self.up)
+        self.fused_bias = pair if kind is not Activation.RELU2 else np.ascontiguousarray(pair[:, :, 0])
+        first = Packed(self.gate, pieces, None if kind is Activation.RELU2 else self.up)
         self._packed = first, Packed(self.down, pieces)
         bias = {"gate_bias": self.fused_bias.ctypes.data, "down_bias": self.down_bias.ctypes.data} if biased else {}
         self.experts = Experts(first.matrix, self._packed[1].matrix, kind, limit=7.0, **bias)

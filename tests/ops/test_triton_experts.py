@@ -255,6 +255,8 @@ def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) 
 
 
 def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="SILU"):
+        ExpertShape(64, 32, activation=Activation.RELU2)
     layer = Layer(3, ExpertShape(32, 16), device)
     routing = layer.routing(choose(rng, 4, 3, 2), rng)
     with pytest.raises(ValueError, match="no room"):

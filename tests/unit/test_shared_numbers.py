@@ -18,7 +18,7 @@ from proa.native.program import Regime, RouterRule
 from proa.native.tables import limits
 from proa.native.weights import Activation
 from proa.ops.routing import SCORES
-from proa.plan.heads import CPU_MOST_DIM
+from proa.plan.kernels import CPU_MOST_DIM
 from proa.plan.placement import COLUMN_UNIT
 from proa.plan.vram import SLOTS_BYTES
 

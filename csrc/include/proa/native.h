@@ -202,9 +202,10 @@ typedef struct proa_experts proa_experts;
 
 #define PROA_ACTIVATION_SILU 0
 #define PROA_ACTIVATION_CLAMPED_SWIGLU 1  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped to `limit`
+#define PROA_ACTIVATION_RELU2 2           // squared ReLU, without a gate
 
-// activation: PROA_ACTIVATION_*. Panels of gate and up alternate in gate_up. Biases are float32 in the order of the
-// (padded) panels, or null. All must outlive the handle.
+// activation: PROA_ACTIVATION_*. Panels of gate and up alternate in gate_up; without a gate it has those of up. Biases
+// are float32 in the order of the (padded) panels, or null. All must outlive the handle.
 PROA_API int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int activation, float limit,
                                  const float* gate_bias, const float* down_bias, proa_experts** out);
 PROA_API int proa_experts_destroy(proa_experts* experts);

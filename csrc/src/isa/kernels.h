@@ -11,8 +11,10 @@ namespace proa {
 enum class Activation : int32_t {
     kSilu = PROA_ACTIVATION_SILU,
     kClampedSwiglu = PROA_ACTIVATION_CLAMPED_SWIGLU,
-    kNone
+    kRelu2 = PROA_ACTIVATION_RELU2,
+    kNone,
 };
+constexpr bool has_gate(Activation activation) { return activation < Activation::kRelu2; }
 
 // How the kernel for a row is chosen. kByRows: the fastest for the number of rows. kDecode (fastest for one row) and
 // kPrompt (fast for many rows) fix the kernel, so that a row has the same bits whatever other rows are computed with
@@ -113,7 +115,7 @@ struct Kernels {
     void (*expand)(const Layout& l, const uint8_t* w, void* out);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
-    // alternate (only gates for kNone). bias: float32 in the panels' order, from panel 0, or null. padded:
+    // alternate (only gates without has_gate). bias: float32 in the panels' order, from panel 0, or null. padded:
     // of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);

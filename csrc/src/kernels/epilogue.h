@@ -5,18 +5,21 @@
 inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
     switch (kind) {
         case Activation::kSilu: return mul(mul(gate, sigmoid(gate)), up);
-        case Activation::kClampedSwiglu: break;
+        case Activation::kClampedSwiglu: {  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped
+            // With a NaN operand, min and max return the second operand: NaN propagates.
+            const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
+            return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
+        }
         case Activation::kNone: return gate;
+        case Activation::kRelu2: break;
     }
-    // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped. With a NaN operand, min and max return the second
-    // operand: NaN propagates.
-    const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
-    return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
+    const F32 positive = max(gate, zero());
+    return mul(positive, positive);
 }
 
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
-    const bool has_up = kind != Activation::kNone;
+    const bool has_up = has_gate(kind);
     // Calls put() with the bits of a panel's rows, token by token.
     const auto each_token = [&](int panel, const PackedBlock& block, auto&& put) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;

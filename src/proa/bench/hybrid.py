@@ -54,11 +54,11 @@ from proa.engine.ipc import Ready
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError, UsageError
+from proa.machine.cost.turns import SHARED_TOKENS
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
-from proa.plan.turns import SHARED_TOKENS
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"

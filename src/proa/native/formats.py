@@ -149,6 +149,11 @@ def stored_types() -> dict[str, StoredFacts]:
     return {row.name: row for row in rows}
 
 
+def stored_facts(of: Stored | Code) -> StoredFacts:
+    """The facts of a stored type. Raises NativeError without a library."""
+    return stored_types()[of.name]
+
+
 def _expect(found: Collection[tuple[str, int]], ours: Collection[tuple[str, int]]) -> None:
     """Compare the names and numbers of a table with those that this package declares."""
     if differing := sorted(set(found) ^ set(ours)):

@@ -22,6 +22,7 @@ class Activation(IntEnum):
 
     SILU = 0
     CLAMPED_SWIGLU = 1  # gpt-oss
+    RELU2 = 2  # squared ReLU, without a gate
 
 
 _SIGNATURES: Signatures = {

@@ -12,12 +12,14 @@ from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
 from proa.ops.bell_block import Bell
 
+ACTIVATIONS = (Activation.SILU, Activation.CLAMPED_SWIGLU)
+
 
 @dataclass(frozen=True)
 class ExpertShape:
     """The shape of one packed expert: gate and up [width, hidden] with alternating panels, and down [hidden, width].
 
-    limit: of the clamped SwiGLU.
+    limit: of the clamped SwiGLU. Raises ValueError for an activation that the GPU kernels lack.
     """
 
     hidden: int
@@ -26,6 +28,10 @@ class ExpertShape:
     down_form: Form = BF16_FORM
     activation: Activation = Activation.SILU
     limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"the GPU kernels implement {[a.name for a in ACTIVATIONS]}, not {self.activation.name}")
 
     @cached_property
     def up(self) -> Layout:

@@ -39,9 +39,8 @@ def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
 
 
 def rule_arguments(experts: int, rule: RouterRule) -> dict[str, object]:
-    """All arguments of Triton kernels that the rule decides, by name."""
-    numbers = {name: getattr(rule.router, name) for name in NUMBERS}
-    return {"correction": rule.correction, **numbers, **rule_constants(experts, rule)}
+    """The arguments of Triton kernels that the rule decides, but its correction, by name."""
+    return {name: getattr(rule.router, name) for name in NUMBERS} | rule_constants(experts, rule)
 
 
 def _power_of_two(least: int) -> int:

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
-from proa.native.formats import Order, Stored
+from proa.native.fill import StoredRows, to_float
+from proa.native.formats import Order, Stored, stored_types
 from proa.weights.coded import CodedFiles
 from proa.weights.index import TensorInfo, ends_too_early
 from proa.weights.torch_bin import open_bin
@@ -30,7 +30,8 @@ class Rows(Protocol):
         """Rows [first, first + count) as floats of any type, valid until the next call. Raises WeightsError."""
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows | None:
-        """Locate rows from `first` and columns from `column` on in the file; None if only `read` can read them."""
+        """Locate rows from `first` and columns from `column` on in the file, which divide no units (weights/source.py);
+        None if only `read` can read them."""
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         """Read rows into `out` if they are stored with its dtype and it is contiguous; else return False."""
@@ -77,12 +78,11 @@ class _FileRows:
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows:
         info = self._tensors[tensor]
         if info.quantised:
-            return self._coded.stored(info, first)
-        kind = Stored[info.dtype]
-        start = info.offset + first * info.row_bytes + (column * PLAIN_BYTES[kind] if column else 0)
-        return StoredRows(
-            kind, start, info.row_bytes, self._stream.fileno(), Order.TRANSPOSED if transposed else Order.ROWS
-        )
+            return self._coded.stored(info, first, column)
+        known = stored_types()[info.dtype]
+        start = info.offset + first * info.row_bytes + column // known.block_values * known.block_bytes
+        order = Order.TRANSPOSED if transposed else Order.ROWS
+        return StoredRows(Stored[info.dtype], start, info.row_bytes, self._stream.fileno(), order)
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         info = self._tensors[tensor]

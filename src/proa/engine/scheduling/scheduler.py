@@ -8,7 +8,7 @@ A step is in flight from plan() to commit(). Meanwhile requests may be submitted
 the step reads or writes gets another owner. Any number of steps may be in flight, each request in one of them, and they
 are committed in any order, with two special cases. plan_ahead() gives the step after the one in flight before that
 one's tokens are known (overlap scheduling); if a request ends in between, its row there is discarded. With turns
-(engine/lane.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
+(engine/turns.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
 
 1. The order of service is total: smaller priority, then earlier arrival. When pages run out, the last running request
    is preempted (its tokens stay; it waits at its old place and computes them again, mostly from the prefix cache). The
@@ -41,6 +41,7 @@ from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.stats import SchedulerStats
 from proa.errors import RequestError
+from proa.grammar.matcher import Matcher
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
 
@@ -102,18 +103,16 @@ class Scheduler:
 
     # ---- intake
 
-    def submit(self, source: EngineRequest) -> None:
+    def submit(self, source: EngineRequest, matcher: Matcher | None = None) -> None:
         """Queue a request, or raise RequestError, ContextLengthExceeded, ResourceError or QueueFull."""
         if source.id in self._requests:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
         refuse_crowd(source, self.limits, self._waiting, len(self._running))
         request = Request(
-            source,
-            arrival=self._arrivals,
-            context_tokens=self.limits.context_tokens,
-            page_tokens=self.limits.page_tokens,
-        )
+            source, arrival=self._arrivals, context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens, matcher=matcher,
+        )  # fmt: skip
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.add(request)

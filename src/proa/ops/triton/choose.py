@@ -51,11 +51,10 @@ def choice_space(device: torch.device) -> ChoiceSpace:
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["counts"])  # both vary by layer
 def _choose(
-    x, y, weight, router, router_bias, slots, logits, arrived, total, normed, ids, weights,
+    x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
     header, to_ids, to_weights, to_x, rung, state, layer,
-    x_row, y_row, router_row, logits_row, width, eps, offset,
-    correction, scale, epsilon, least,
+    x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
     PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ALONE: tl.constexpr,
@@ -152,7 +151,7 @@ def choose(
         bell = (block.header, block.ids, block.weights, block.x, block.rung, to.state, to.layer)
     if rows:
         _choose[(experts, rows)](
-            x, y, norm.weight, router.weight, router.bias, slots, space.logits, space.arrived,
+            x, y, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.arrived,
             out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
             residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
             x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width, norm.eps, norm.offset,

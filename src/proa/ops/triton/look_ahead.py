@@ -50,9 +50,8 @@ def look_space(device: torch.device) -> LookSpace:
 
 @triton.jit(do_not_specialize=["layer"])
 def _look_ahead(
-    x, weight, router, router_bias, slots, logits, state, cpu_table, foreseen, to_ids, layer,
-    x_row, router_row, logits_row, width, eps, offset,
-    correction, scale, epsilon, least,
+    x, weight, router, router_bias, correction, slots, logits, state, cpu_table, foreseen, to_ids, layer,
+    x_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
     PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ALONE: tl.constexpr,
@@ -109,7 +108,7 @@ def look_ahead(
     _check(x, norm, router, slots, cpu, rule)
     if rows:
         _look_ahead[(experts, rows)](
-            x, norm.weight, router.weight, router.bias, slots, space.logits, space.state, cpu,
+            x, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.state, cpu,
             block.foreseen, block.foreseen_ids, layer,
             x.stride(0), router.weight.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset,

@@ -179,7 +179,7 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights:
     if not tokens:
         return
     _route[(tokens,)](
-        logits, slots, ids=ids, weights=weights, logits_row=logits.stride(0), **rule_arguments(experts, rule),
+        logits, slots, rule.correction, ids, weights, logits.stride(0), **rule_arguments(experts, rule),
         num_warps=_WARPS,
     )  # fmt: skip
 

@@ -9,13 +9,14 @@ the same token however the work is distributed. Tokens below 2**-41 of the most 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.sizes import EDIT_WORDS, parts_of
+from proa.ops.sizes import EDIT_WORDS, mask_words, parts_of
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
@@ -37,6 +38,14 @@ def scores_at(logits, token, vocab):
     """Load logits as float32; NaN and +inf count as -inf: the argmax kernel reports such rows."""
     score = tl.load(logits + token, token < vocab, float("-inf"))
     return tl.where(score < float("inf"), score + 0.0, float("-inf"))  # -0.0 counts as 0.0
+
+
+@triton.jit
+def allowed_scores_at(logits, token, vocab, words, mask, row_words):
+    """scores_at, -inf for tokens that the mask's bits forbid. mask: index of its row in `words`; -1: none."""
+    score = scores_at(logits, token, vocab)
+    word = tl.load(words + mask.to(tl.int64) * row_words + token // 32, (token < vocab) & (mask >= 0), -1)
+    return tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
 
 
 @triton.jit
@@ -81,11 +90,15 @@ def bins_of(log, BINS: tl.constexpr):
 
 
 @triton.jit
-def _largest(logits, row_stride, vocab, rows, keys, counts, found, parts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _largest(
+    logits, row_stride, vocab, rows, masks, words, row_words, keys, counts, found, parts,
+    BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + job).to(tl.int64)
     token = part * BLOCK + tl.arange(0, BLOCK)
-    key = keys_of(scores_at(logits + row * row_stride, token, vocab), token)
+    mask = tl.load(masks + job)
+    key = keys_of(allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words), token)
     tl.store(keys + job * parts + part, tl.max(tl.where(token < vocab, key, NOTHING), 0))
     if part == 0:
         tl.store(counts + job * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
@@ -94,7 +107,7 @@ def _largest(logits, row_stride, vocab, rows, keys, counts, found, parts, BLOCK:
 
 @triton.jit
 def _weigh(
-    logits, row_stride, vocab, rows, kinds, inverses, keys, masses, counts, parts,
+    logits, row_stride, vocab, rows, masks, words, row_words, kinds, inverses, keys, masses, counts, parts,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -104,7 +117,9 @@ def _weigh(
     row = tl.load(rows + job).to(tl.int64)
     largest = score_of(largest_key(keys + job * parts, parts, PARTS))
     token = part * BLOCK + tl.arange(0, BLOCK)
-    log = logs_of(scores_at(logits + row * row_stride, token, vocab), largest, tl.load(inverses + job))
+    mask = tl.load(masks + job)
+    score = allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words)
+    log = logs_of(score, largest, tl.load(inverses + job))
     weight = weights_of(log)
     tl.store(masses + job * parts + part, tl.sum(weight, 0))
     if kind == IS_CUT:
@@ -152,6 +167,7 @@ class Space:
         self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
         self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
         self.counts = torch.zeros(jobs, BINS, dtype=torch.int32, device=device)
+        self.unmasked = torch.full((jobs,), -1, dtype=torch.int32, device=device)
         self.found = torch.zeros(jobs, dtype=torch.int32, device=device)
         wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
         self.kept_keys, self.kept_weights, self.before = wide
@@ -166,24 +182,39 @@ def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
         raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
 
 
-def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space) -> None:
+class Masks(NamedTuple):
+    """Allowed tokens of J rows: row of[j] of `words`, int32 [M, vocab // 32 + 1], with token t in bit t % 32 of word
+    t // 32. of: int32 [J], -1: all tokens are allowed."""
+
+    of: Tensor
+    words: Tensor
+
+
+def no_masks(jobs: int, space: Space) -> Masks:
+    return Masks(space.unmasked[:jobs], space.unmasked)
+
+
+def weigh(
+    logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space, masks: Masks | None = None
+) -> None:
     """Fill space.keys (largest key per part), space.masses (sum of weights per part, int64; not for BEST) and
     space.counts (for CUT: histogram of log-weights).
 
     logits float32 [R, vocab], rows may be strided; rows, kinds int32 [J]: index of the row, and BEST, WHOLE or CUT;
-    inverses float64 [J]: 1 / temperature.
+    inverses float64 [J]: 1 / temperature. masks: None: all tokens are allowed.
     """
     check_logits(logits, len(rows), space)
     if not len(rows):
         return
     vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
-    grid = (len(rows), parts)
+    grid, (of, words) = (len(rows), parts), masks or no_masks(len(rows), space)
     _largest[grid](
-        logits, stride, vocab, rows, space.keys, space.counts, space.found, parts, BLOCK=COLUMNS, BINS=BINS
+        logits, stride, vocab, rows, of, words, mask_words(vocab), space.keys, space.counts, space.found, parts,
+        BLOCK=COLUMNS, BINS=BINS,
     )  # fmt: skip
     _weigh[grid](
-        logits, stride, vocab, rows, kinds, inverses, space.keys, space.masses, space.counts, parts,
-        BLOCK=COLUMNS, PARTS=triton.next_power_of_2(parts), BINS=BINS,
+        logits, stride, vocab, rows, of, words, mask_words(vocab), kinds, inverses, space.keys, space.masses,
+        space.counts, parts, BLOCK=COLUMNS, PARTS=triton.next_power_of_2(parts), BINS=BINS,
     )  # fmt: skip
 
 
@@ -208,8 +239,8 @@ def restore(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    sizes = dict.fromkeys(("row_stride", "vocab", "parts"), "i32")
-    rows = {"logits": "*fp32", "rows": "*i32", "keys": "*i64", "counts": "*i32"}
+    sizes = dict.fromkeys(("row_stride", "vocab", "parts", "row_words"), "i32")
+    rows = {"logits": "*fp32", "rows": "*i32", "masks": "*i32", "words": "*i32", "keys": "*i64", "counts": "*i32"}
     yield Variant(_largest, {**rows, **sizes, "found": "*i32"}, {"BLOCK": COLUMNS, "BINS": BINS})
     yield Variant(
         _weigh,
