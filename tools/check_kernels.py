@@ -91,7 +91,8 @@ def fingerprint(variant) -> str:
     """Hash of everything that the check of a variant depends on; empty if the kernel cannot be lowered."""
     import triton
 
-    found = [triton.__version__, str(variant.warps), str(variant.stages), str(variant.shared_kib)]
+    rules = Path(__file__).with_name("kernel_code.py").read_text()
+    found = [triton.__version__, rules, str(variant.warps), str(variant.stages), str(variant.shared_kib)]
     for capability in architectures(variant):
         try:
             compiled(variant, capability, stop_at_ir)
