@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +83,7 @@ def test_https(tokenizer: Tokenizer, tmp_path: Path) -> None:
     options: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
     with Served(tokenizer, Reply(tokenizer.encode("Hi")), **options) as served:
         assert served.url.startswith("https://127.0.0.1:")
-        assert httpx.get(f"{served.url}/version", verify=str(cert)).status_code == 200
+        assert httpx.get(f"{served.url}/version", verify=ssl.create_default_context(cafile=cert)).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(served.url.replace("https", "http") + "/version")
     with pytest.raises(UsageError, match="ssl-keyfile is given"):

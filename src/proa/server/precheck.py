@@ -74,7 +74,8 @@ class Precheck:
                     process.stdin.write(data)
                     await process.stdin.drain()
                 size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES), "little")
-                return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
+                outcome: Outcome = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
+                return outcome
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 log.error("The process that checks large requests has ended; the next one starts it again.")
                 self.close()
