@@ -14,7 +14,8 @@ from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
-from proa.ops.table import AttentionBatch, Caches
+from proa.ops.caches import Caches
+from proa.ops.table import AttentionBatch
 
 
 class HostQueue:

@@ -14,7 +14,7 @@ import torch
 
 from proa.cache.pool import allocate_pool, copy_states
 from proa.models.spec import Block, GatedDeltaNet, Mlp, Model
-from proa.ops.table import Caches
+from proa.ops.caches import Caches
 
 DELTA = GatedDeltaNet(2048, 16, 32, 128, 128, 4)
 MODEL = Model(2048, 64, (Block(DELTA, Mlp(2048, 64)),) * 36, 1e-6, 1024)

@@ -49,11 +49,11 @@ class TextSource(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     tokenizer_path: str
     chat_template: str | None
+    tool_call_parser: str
+    reasoning_parser: str
     vocab_size: int
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
-    tool_call_parser: str
-    reasoning_parser: str
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
@@ -144,7 +144,7 @@ class AsyncLLM:
         tokenizer = await asyncio.to_thread(source.load_tokenizer)
         answers = source.answers(tokenizer)  # may raise: before the engine is started
         launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        engine = await (RestartingEngine.launch(launch) if restart else launch())
+        engine: EngineHandle = await (RestartingEngine.launch(launch) if restart else launch())
         return cls._of(source, engine, tokenizer, answers)
 
     @classmethod

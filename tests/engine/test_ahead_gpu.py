@@ -20,7 +20,7 @@ from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 

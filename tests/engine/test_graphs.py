@@ -26,7 +26,7 @@ from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
 from proa.layers.decoder import Decoder
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, Sampling, TokenEvent
 from tiny import make_tiny

@@ -16,7 +16,7 @@ from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.turns import PrefillTurns
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 

@@ -21,8 +21,9 @@ from delta_cases import (
 from ops.delta_inputs import batch, chunks_of, on
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
+from proa.ops.caches import RecurrentState
 from proa.ops.sizes import delta_chunk_floats
-from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
 from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
 from proa.ops.triton.delta_chunks import shape_for
 from proa.plan.kernels import chunks_bytes

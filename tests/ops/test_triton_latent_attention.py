@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.models.spec import Block, LatentAttention, Mlp, Model, Rope
+from proa.ops.caches import LatentPages
 from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
-from proa.ops.table import LatentPages
 from proa.ops.triton.latent_attention import decode, prefill, splits_for
 from proa.plan.kernels import partials_bytes
 

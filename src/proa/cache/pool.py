@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from proa.models.spec import CacheSpec, Latent, Model, PagedKv, Recurrent
-from proa.ops.table import Caches, KvPages, LatentPages, LayerCache, RecurrentState
+from proa.ops.caches import Caches, KvPages, LatentPages, LayerCache, RecurrentState
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import Angles, KvPages, Ops, Parameters, QkNorm
+from proa.ops.caches import KvPages
+from proa.ops.table import Angles, Ops, Parameters, QkNorm
 
 
 class Attention:
     def __init__(self, s: spec.Attention, model: spec.Model, ops: Ops) -> None:
         self.spec, self.ops = s, ops
-        self.scale = s.head_dim**-0.5
+        self.scale = s.head_dim**-0.5 if s.scale is None else s.scale
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self.qkv = ops.maps.linear({"q": s.q_rows, "k": kv, "v": kv}, s.hidden, s.qkv_bias)
         self.o = ops.maps.linear({"o": s.hidden}, q, s.o_bias)

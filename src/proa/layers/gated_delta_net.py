@@ -7,7 +7,8 @@ from torch import Tensor
 
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import DeltaInputs, DeltaWeights, Ops, Parameters, RecurrentState
+from proa.ops.caches import RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, Ops, Parameters
 
 
 class GatedDeltaNet:

@@ -12,7 +12,8 @@ from torch import Tensor
 from proa.layers.rope import score_factor
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import Angles, LatentPages, Norm, Ops, Parameters
+from proa.ops.caches import LatentPages
+from proa.ops.table import Angles, Norm, Ops, Parameters
 
 
 class LatentAttention:

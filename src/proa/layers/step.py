@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from proa.models.spec import Rope
-from proa.ops.table import AttentionBatch, Caches
+from proa.ops.caches import Caches
+from proa.ops.table import AttentionBatch
 
 
 @dataclass(frozen=True)

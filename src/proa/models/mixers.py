@@ -207,6 +207,7 @@ class Attention(_Mixer):
     window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     gated: bool = False
     sinks: bool = False
+    scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
 
     @property
     def q_rows(self) -> int:

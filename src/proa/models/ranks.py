@@ -168,18 +168,19 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
     block = model.blocks[number]
     ranks = _Ranks(mesh.shares[stage], units, mesh.expert_groups).inside(f"blocks.{number}")
     why = _NORM if len(ranks.shares) > 1 else ""
-    count = len(ranks.shares)
-    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else [None] * count
-    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else [None] * count
-    found: list[_Piece[Block]] = []
-    for mixer, ffn in zip(mixers, ffns, strict=True):
-        parts: dict[str, Part | None] = {}
-        for piece, name, norm in ((mixer, "mixer", "norm1.weight"), (ffn, "ffn", "norm2.weight")):
-            if piece is not None:
-                parts[norm] = Part(norm, (range(model.hidden),), None, why)
-                parts |= piece.inside(name)
-        found.append(_Piece(Block(mixer.spec if mixer else None, ffn.spec if ffn else None), parts))
-    return found
+    norms = {
+        name: Part(name, (range(model.hidden),), None, why) for name, _ in block.params() if name.startswith("norm")
+    }
+    none = [None] * len(ranks.shares)
+    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else none
+    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else none
+    return [
+        _Piece(
+            Block(mixer.spec if mixer else None, ffn.spec if ffn else None),
+            {**norms, **(mixer.inside("mixer") if mixer else {}), **(ffn.inside("ffn") if ffn else {})},
+        )
+        for mixer, ffn in zip(mixers, ffns, strict=True)
+    ]
 
 
 def _mixer(s: Mixer, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:

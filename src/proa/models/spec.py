@@ -28,8 +28,9 @@ from proa.models.mixers import (
 )
 
 __all__ = [
-    "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Latent", "LatentAttention",
-    "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling", "Router", "Shape",
+    "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Held", "Latent",
+    "LatentAttention", "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling",
+    "Router", "Shape",
 ]  # fmt: skip
 
 
@@ -45,9 +46,13 @@ class Gating:
     limit: float = 0.0
 
     @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The projections that it reads, in the order in which they are stacked."""
-        return ("up",) if self.kind == "relu2" else ("gate", "up")
+        return ("gate", "up") if self.gated else ("up",)
 
 
 SILU = Gating()
@@ -129,13 +134,13 @@ class Moe:
         return Mlp(self.hidden, self.width, self.bias, self.gating)
 
     @property
+    def widest(self) -> int:
+        return max(self.width, self.shared.width if self.shared else 0)
+
+    @property
     def scored(self) -> int:
         """Number of experts that the router scores."""
         return self.router.held.scored if self.router.held else self.experts
-
-    @property
-    def widest(self) -> int:
-        return max(self.width, self.shared.width if self.shared else 0)
 
     def params(self, routed: bool = True) -> Params:
         """Every parameter with its shape; routed: including the routed experts."""
@@ -183,6 +188,9 @@ class Model:
     max_positions: int  # longest context of the checkpoint, tokens
     tied: bool = False  # the output head shares the embedding's weights
     norm_offset: float = 0.0  # added to RMSNorm weights, except to the norm inside a GatedDeltaNet
+    embedding_factor: float = 1.0  # multiplies embeddings
+    residual_factor: float = 1.0  # multiplies the output of every mixer and FFN before it is added
+    logits_factor: float = 1.0  # multiplies logits
 
     def params(self, routed: bool = True) -> Params:
         """Every parameter once, with its shape; routed: including the routed experts."""
@@ -231,12 +239,15 @@ class Model:
         """The mixtures of experts, by number of their block."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, Moe)}
 
+    @property
+    def scaled(self) -> bool:
+        return (self.embedding_factor, self.residual_factor, self.logits_factor) != (1.0, 1.0, 1.0)
+
     @cached_property
     def num_active_params(self) -> int:
         """Parameters read to decode one token: of the experts only the top-k, the head whole, an untied embedding
         counted as 0 (one row)."""
-        routed = self.routed.values()
-        idle = sum(max(0, ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in routed)
+        idle = sum(max(0, ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in self.routed.values())
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from proa.models.spec import SILU, Gating
+from proa.ops.caches import KvPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
@@ -25,14 +26,12 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
-    KvPages,
     LinearMap,
     NewExperts,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
     alone,
 )
@@ -64,6 +63,7 @@ class CudaOps:
             new_block=lambda: None,
             rms_norm=self.rms_norm,
             add=self.add,
+            scale=torch.mul,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
             choose=self.choose,

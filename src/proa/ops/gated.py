@@ -41,7 +41,7 @@ class GatedStacks:
         gating: Gating = SILU, up_stored: set[str] | None = None, down_stored: set[str] | None = None,
     ) -> None:  # fmt: skip
         self.hidden, self.width, self.biases, self._gating = hidden, width, biases, gating
-        self.up = Stack(memory, count, width, hidden, interleaved=len(gating.inputs) == 2, stored=up_stored)
+        self.up = Stack(memory, count, width, hidden, interleaved=gating.gated, stored=up_stored)
         self.down = Stack(memory, count, hidden, width, stored=down_stored)
 
     def experts(self) -> Experts:

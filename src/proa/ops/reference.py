@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proa.models.spec import SILU, ExpertGroups, Gating
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.joined import EmbeddingPart, Peers, joined
 from proa.ops.parts import named_parts
@@ -25,15 +26,12 @@ from proa.ops.table import (
     DeltaWeights,
     Embedding,
     Experts,
-    KvPages,
-    LatentPages,
     NewExperts,
     NextRouter,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
     alone,
 )
@@ -475,6 +473,7 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None, peers: 
         new_block=lambda: None,
         rms_norm=rms_norm,
         add=add,
+        scale=torch.mul,
         add_norm=add_norm,
         rotate_store=rotate_store,
         choose=composed_choose(rms_norm, add_norm, route),

@@ -40,8 +40,21 @@ def beyond_cpu(spec: Model) -> str:
 
 
 def beyond_gpu(spec: Model, gpu: Gpu) -> str:
-    """The reason why the GPU's kernels cannot compute the model's mixers; empty if they can."""
-    return next(filter(None, (FACTS[type(k)].beyond_gpu(k, gpu) for k in _kernels(spec))), "")
+    """The reason why the GPU's kernels cannot compute the model; empty if they can."""
+    if any(not ffn.gating.gated for ffn in spec.routed.values()):
+        return "the GPU's kernels have no experts without a gate"
+    found = (FACTS[type(k)].beyond_gpu(k, gpu) for k in _kernels(spec))
+    return next(filter(None, found), "") or ("" if gpu.simulated else _beyond_fused(spec))
+
+
+def _beyond_fused(spec: Model) -> str:
+    """The reason why a GPU's fused kernels cannot compute what surrounds the mixers; plain torch can."""
+    if any(block.mixer is None or block.ffn is None for block in spec.blocks):
+        return "the GPU's kernels need an attention or recurrent layer and an FFN in every block"
+    shared = [ffn.shared for ffn in spec.routed.values() if ffn.shared]
+    if not all(mlp.gating.gated for mlp in (*shared, *spec.ffns)):
+        return "the GPU's kernels have no MLPs without a gate"
+    return "the GPU's sums have no factors of embeddings, residuals or logits" if spec.scaled else ""
 
 
 def partials_bytes(spec: Model, max_running: int) -> int:

@@ -126,7 +126,8 @@ class CountTokensRequest(ApiRequest):
         for name in ("tool_choice", "thinking", "output_config"):
             if (part := getattr(self, name)) is not None:
                 yield name, part
-        yield from ((f"system[{i}]", block) for i, block in enumerate(self.system))
+        for i, text in enumerate(self.system):
+            yield f"system[{i}]", text
         for i, tool in enumerate(self.tools):
             if tool.is_custom:
                 yield f"tools[{i}]", tool

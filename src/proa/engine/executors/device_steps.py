@@ -17,7 +17,8 @@ from proa.engine.executors.device_sampler import DeviceSampler
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.models.spec import Rope
-from proa.ops.table import AttentionBatch, Caches
+from proa.ops.caches import Caches
+from proa.ops.table import AttentionBatch
 
 
 class Angles(Protocol):

@@ -23,7 +23,8 @@ from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.native.doorbell import Counters
-from proa.ops.table import Caches, batch_of
+from proa.ops.caches import Caches
+from proa.ops.table import batch_of
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row

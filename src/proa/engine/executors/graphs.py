@@ -29,8 +29,8 @@ from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
+from proa.ops.caches import Caches
 from proa.ops.sizes import buckets
-from proa.ops.table import Caches
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob

@@ -23,8 +23,9 @@ from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.native.program import Regime
+from proa.ops.caches import Caches
 from proa.ops.cpu import Recorder
-from proa.ops.table import AttentionBatch, Caches
+from proa.ops.table import AttentionBatch
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
