@@ -22,7 +22,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 endif
 
 demo: native
-	@$(BIN)/proa chat demo -p "$(QUESTION)"
+	@$(BIN)/proa chat demo --set temperature=0 -p "$(QUESTION)"
 
 test: native
 	@$(SUITE) --sample=$(SEED) $(ARGS)

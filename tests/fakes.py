@@ -67,6 +67,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self._settled = asyncio.Event()  # set when the state is no longer "loading"
+        self._ended = asyncio.Event()
         if self.state != "loading":
             self._settled.set()
 
@@ -81,6 +82,7 @@ class FakeEngine:
         self.failure = error or EngineDead("The engine process died (exit code -9).", "See its log.")
         self.state = "failed"
         self._settled.set()
+        self._ended.set()
 
     # ---- EngineHandle ----
 
@@ -96,6 +98,9 @@ class FakeEngine:
             prefill_threads=2,
             peak_rss_bytes=1,
         )
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self._admit(request)
@@ -120,6 +125,7 @@ class FakeEngine:
         self.closed = True
         self.state = "stopped"
         self._settled.set()
+        self._ended.set()
 
     # ---- inside ----
 

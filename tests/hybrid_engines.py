@@ -16,12 +16,12 @@ from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
-from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool

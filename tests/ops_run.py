@@ -8,22 +8,10 @@ from torch import Tensor
 from proa.models.spec import SILU, Gating
 from proa.native.pool import Pool
 from proa.ops import reference
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import (
-    Angles,
-    AttentionBatch,
-    Chosen,
-    DeltaInputs,
-    DeltaWeights,
-    KvPages,
-    LatentPages,
-    Maps,
-    Norm,
-    Parameters,
-    RecurrentState,
-    RouterRule,
-)
+from proa.ops.table import Angles, AttentionBatch, Chosen, DeltaInputs, DeltaWeights, Maps, Norm, Parameters, RouterRule
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
@@ -44,6 +32,7 @@ class TorchRun:
     route = staticmethod(reference.route)
     argmax = staticmethod(reference.argmax)
     add = staticmethod(reference.add)
+    scale = staticmethod(reference.reference(torch.float32).scale)
     write_kv = staticmethod(reference.write_kv)
     attention = staticmethod(reference.attention)
     gate = staticmethod(reference.gate)
@@ -110,8 +99,8 @@ def experts(
 
 
 def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Tensor:
-    width, hidden = values["gate.weight"].shape
-    made = maps.mlp(hidden, width, "gate.bias" in values, gating)
+    width, hidden = values["up.weight"].shape
+    made = maps.mlp(hidden, width, "up.bias" in values, gating)
     fill(made.parameters(), values)
     return made(x)
 
@@ -170,6 +159,12 @@ class NativeRun:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         recorder, ops = self._record(len(x))
         out = ops.add(x.clone(), y)
+        self._run(recorder)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        recorder, ops = self._record(len(x))
+        out = ops.scale(x.clone(), factor)
         self._run(recorder)
         return out
 

@@ -15,20 +15,20 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
-    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
+    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "llm", "server", "bench", "cli",
 )  # fmt: skip
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
 ENGINE_ORDER = ("scheduling", "executors", "engine", "building", "processes")
-ENGINE_LOOP, ENGINE_VALUES = ("engine", "lane", "runner", "count_saver"), ("ipc", "stats")
+ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc", "stats")
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (
     "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
     "weights/quantised", "demo",
-    "hub", "plan", "grammar", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix",
-    "engine/scheduling/request",
-    "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc", "engine/processes/client",
+    "hub", "plan", "grammar", "text", "parsers", "llm", "server", "bench", "cli", "cache/pages", "cache/radix",
+    "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
+    "engine/processes/client",
 )  # fmt: skip
 
 # Started as processes of their own, so they may import torch, and nobody may import them.
@@ -60,7 +60,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
 
 
 def engine_part(module: str) -> int | None:
-    """Place in ENGINE_ORDER of "engine/executors/graphs" or "engine/lane"; None for values and other packages."""
+    """Place in ENGINE_ORDER of "engine/executors/graphs" or "engine/turns"; None for values and other packages."""
     parts = module.split("/")
     if parts[0] != "engine" or len(parts) == 1 or parts[1] in ENGINE_VALUES:
         return None

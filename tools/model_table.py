@@ -19,6 +19,7 @@ from proa.models.families import declare
 from proa.models.spec import Model
 from proa.plan.packed_size import dummy_types
 from proa.plan.placement import moe_layers
+from proa.plan.plan import step_seconds
 from proa.plan.roof import past_bytes
 from proa.plan.vram import dense_read_bytes, host_workspace_bytes, loading_bytes, process_bytes, vram_demand
 
@@ -86,7 +87,7 @@ def roof_tokens_per_s(spec: Model, stored: dict[str, str]) -> float:
     """Roof of decode, tokens/s: one request, uniform routing, no expert in VRAM, no prefetch of the next layer."""
     from_ram = sum(layer.top_k * layer.expert_bytes for layer in moe_layers(spec, stored))
     from_vram = dense_read_bytes(spec, stored) + past_bytes(spec, ROOF_CONTEXT, 2, 2)
-    return 1 / (from_ram / RAM_BYTES_PER_S + from_vram / VRAM_BYTES_PER_S)
+    return 1 / step_seconds(from_vram / VRAM_BYTES_PER_S, 0, from_ram / RAM_BYTES_PER_S, read_ahead=False)
 
 
 def lines() -> Iterator[str]:

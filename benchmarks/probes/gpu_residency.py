@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from proa.hybrid.co_fetch import InPlaceRates
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.hybrid.heat import Heat
+from proa.machine.cost.heat import Heat
 from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.moves import Moves
 from proa.hybrid.pinning import register

@@ -239,6 +239,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int = 0  # which of the n choices
     text: str = ""
+    markers: list[int] = []  # ascending offsets in `text` at which the text of a special token begins
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None

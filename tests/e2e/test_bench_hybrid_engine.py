@@ -51,7 +51,9 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert (figures["resident_share"], figures["layers"]) == (0, 2)
         assert (figures["hit_rate"], figures["best_hit_rate"]) == (0, 0)
         parts = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
-        assert min(split.values()) > 0
+        # Host time counts only while no step is computed: with a step ahead all of it may be hidden.
+        assert split["host_ms"] >= 0
+        assert min(value for part, value in split.items() if part != "host_ms") > 0
         assert sum(split[part] for part in parts) == pytest.approx(figures["step_ms"])
         beside_ms = figures["step_ms"] - split["cpu_experts_ms"]
         assert figures["beside_us_per_layer"] == pytest.approx(500 * beside_ms)

@@ -20,13 +20,13 @@ from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepLim
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor, Pace
 from proa.engine.executors.graphs import GraphExecutor
-from proa.engine.lane import Lane
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.turns import PrefillTurns
 from proa.layers.decoder import Decoder
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, Sampling, TokenEvent
 from tiny import make_tiny
@@ -65,13 +65,13 @@ def executor_of(decoder: Decoder, kind: str, kept_blocks: Sequence[int] = ()) ->
 
 
 class Case:
-    def __init__(self, decoder: Decoder, kind: str = "graphs", *, overlap: bool = True, lane: bool = False) -> None:
+    def __init__(self, decoder: Decoder, kind: str = "graphs", *, overlap: bool = True, turns: bool = False) -> None:
         self.executor = executor_of(decoder, kind)
         limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
         allocator = PageAllocator(PAGES)
-        scheduler = Scheduler(limits, allocator, prefixes(decoder.spec, limits, allocator), RULES, turns=lane)
+        scheduler = Scheduler(limits, allocator, prefixes(decoder.spec, limits, allocator), RULES, turns=turns)
         runner = Runner(self.executor, PAGE_TOKENS, overlap=overlap)
-        self.engine = Engine(runner, scheduler, decoder.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
+        self.engine = Engine(runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
         self.followed: list[int] = []  # of each step launched ahead, its sequences
         launch = self.executor.launch
 
@@ -81,7 +81,7 @@ class Case:
             return launch(batch, after, in_parts=in_parts)
 
         self.executor.launch = noted  # type: ignore[method-assign]
-        if lane:
+        if turns:
             self.executor.pace = lambda: Pace(1.0, 1.0)  # type: ignore[method-assign]
 
     def answers(self, asked: list[EngineRequest]) -> dict[str, Any]:
@@ -169,16 +169,16 @@ def test_a_sequence_with_nan_ends_alone(attention: Decoder) -> None:
 
 def poison(case: Case, name: str) -> None:
     assert isinstance(case.executor, GraphExecutor)
-    for cache in case.executor._caches:
+    for (cache,) in case.executor._caches:
         if isinstance(cache, KvPages):
             cache.keys[case.engine.scheduler._requests[name].pages] = torch.nan
 
 
-def test_prompts_in_the_lane(decoder: Decoder) -> None:
-    """A long prompt between decode steps: every request's first token is that of an engine without a lane."""
+def test_prompts_in_turns(decoder: Decoder) -> None:
+    """A long prompt between decode steps: every request's first token is that of an engine without turns."""
     found = []
-    for lane in (False, True):
-        case = Case(decoder, lane=lane)
+    for turns in (False, True):
+        case = Case(decoder, turns=turns)
         for i in range(2):
             case.engine.submit(request(f"d{i}", [5 + i, 9], 40))
         events = [event for _ in range(3) for event in case.engine.step()]

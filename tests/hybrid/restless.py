@@ -13,29 +13,29 @@ from engines import Loaded
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copiers
-from proa.hybrid.heat import Swap
 from proa.hybrid.moves import Moves
+from proa.machine.cost.heat import Swap
 from proa.native.pool import Pool
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Restless:
-    """Replaces Heat: swaps every movable pair of a layer, in turn."""
+    """Replaces Heat: swaps every movable pair of a layer, round-robin."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.call = 0
 
     def observe(self, chosen: object, tokens: float, resident: object) -> None:
         pass
 
     def swaps(self, resident: Tensor, movable: Tensor) -> list[Swap]:
-        self.turn += 1
+        self.call += 1
         found = []
         for layer, (inside, may) in enumerate(zip(resident, movable, strict=True)):
             ins, outs = ([int(e) for e in (side & may).nonzero()[0]] for side in (~inside, inside))
             if ins and outs:
-                found.append(Swap(layer, ins[self.turn % len(ins)], outs[self.turn // 2 % len(outs)]))
+                found.append(Swap(layer, ins[self.call % len(ins)], outs[self.call // 2 % len(outs)]))
         return found
 
 

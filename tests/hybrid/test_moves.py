@@ -264,7 +264,7 @@ class Rates:
 
     asked: int = 0
 
-    def share(self, now: Counters) -> None:
+    def update(self, now: Counters) -> None:
         self.asked += 1
 
 

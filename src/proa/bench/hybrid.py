@@ -53,11 +53,11 @@ from proa.engine.ipc import Ready
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError, UsageError
+from proa.machine.cost.turns import SHARED_TOKENS
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
-from proa.plan.turns import SHARED_TOKENS
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"
@@ -164,7 +164,7 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
 
 
 def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
-    plan = msgspec.structs.replace(prepared.plan, gpu=msgspec.structs.replace(gpu, trace=str(file)))
+    plan = msgspec.structs.replace(prepared.plan, gpus=(msgspec.structs.replace(gpu, trace=str(file)),))
     return replace(prepared, plan=plan)
 
 

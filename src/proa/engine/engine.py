@@ -8,11 +8,11 @@ import msgspec
 
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.clock import Stage
-from proa.engine.lane import Lane, NoLane
 from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.stats import Stats, StepSeconds, of_experts
+from proa.engine.turns import NoTurns, PrefillTurns
 from proa.errors import RequestError
 from proa.grammar.matcher import Matcher
 from proa.layers.rope import dynamic_lengths
@@ -28,11 +28,11 @@ class Engine:
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None,
-        lane: Lane | NoLane | None = None, helpers: Pool | None = None,
+        turns: PrefillTurns | NoTurns | None = None, helpers: Pool | None = None,
     ) -> None:  # fmt: skip
-        """saver: writes expert counts between steps. lane: computes the scheduler's prefill steps between decode steps.
-        helpers: pool whose workers are idle between steps and may send messages."""
-        self._saver, self._lane, self.helpers = saver, lane or NoLane(), helpers
+        """saver: writes expert counts between steps. turns: computes prefill steps between decode steps. helpers:
+        pool whose workers are idle between steps and may send messages."""
+        self._saver, self._turns, self.helpers = saver, turns or NoTurns(), helpers
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
@@ -80,34 +80,34 @@ class Engine:
         if flight is None:
             return []
         self.runner.sample(flight, self.scheduler.counts)
-        self._lane.turn()
+        self._turns.prefill()
         self._ahead = self._launch_ahead(flight)
         output = self.runner.wait(flight)
         if flight.plan is not self.scheduler.beside:
-            self._lane.learn(flight, flight.age_s())
+            self._turns.learn(flight, flight.age_s())
         return self._commit(flight.plan, output)
 
     def _oldest(self) -> Flight | None:
-        """The step to be sampled next: launched ahead, computed in the lane, or planned now."""
-        flight = self._ahead or self._lane.take()
+        """The step to be sampled next: launched ahead, computed in turns, or planned now."""
+        flight = self._ahead or self._turns.take()
         if flight is not None:
             return flight
         if (plan := self._plan()) is not None:
             return self.runner.launch(plan)
-        self._lane.finish()
-        return self._lane.take()
+        self._turns.finish()
+        return self._turns.take()
 
     def _plan(self) -> StepPlan | None:
-        """Plan the next step. A new step beside it is put into the lane first, so that its states are copied before
+        """Plan the next step. A new step beside it is launched first, so that its states are copied before
         other steps write them."""
         scheduler = self.scheduler
         beside = scheduler.beside
         if beside is not None and not any(map(scheduler.counts, beside.items)):
-            self._lane.cancel()
+            self._turns.cancel()
             scheduler.commit(beside, {})
-        plan = scheduler.plan(self._lane.most_tokens)
+        plan = scheduler.plan(self._turns.most_tokens)
         self.clock.lap(Stage.SCHEDULE)
-        self._lane.launch(scheduler.beside)
+        self._turns.launch(scheduler.beside)
         return plan
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -132,7 +132,7 @@ class Engine:
 
     def settle(self) -> None:
         """Discard the steps in flight and write the final expert counts; no step may follow."""
-        self._lane.cancel()
+        self._turns.cancel()
         if self._ahead is not None:
             self.runner.cancel(self._ahead)
             self._ahead = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from proa.hybrid.co_fetch import CoFetch, InPlaceRates
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers
 from proa.hybrid.counting import Counting
 from proa.hybrid.faults import Fault, FaultRecords
@@ -20,6 +20,7 @@ from proa.hybrid.moves import Moves
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
 from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
+from proa.machine.cost.co_fetch import InPlaceRates, update_is_due
 from proa.models.spec import SILU, Gating, Mlp
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
@@ -27,8 +28,6 @@ from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
 from proa.ops.residency import IN_PLACE_PAIRS, Residency
 from proa.ops.staging import Staging
-
-_SHARE_STEPS = 32  # with steps in flight, co-fetch shares are updated every so many: the CPU's rate changes slowly
 
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
@@ -130,10 +129,9 @@ class HybridModel:
             self.transport.arm()
 
     def _balance(self, tables: Tables) -> None:
-        alone = self._ended == self._launched - 1
-        if self.co_fetch is None or self.transport is None or not (alone or self._launched % _SHARE_STEPS == 0):
+        if self.co_fetch is None or self.transport is None or not update_is_due(self._launched, self._ended):
             return
-        share = self.co_fetch.share(self.transport.counters())
+        share = self.co_fetch.update(self.transport.counters())
         if share is not None:
             tables.share(share)
 

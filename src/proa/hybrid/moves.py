@@ -1,6 +1,6 @@
 """Moves of experts between GPU and RAM while steps run: hot experts are promoted, cold ones evicted. Belongs here: the
-order of copies and table updates, by which each expert is readable on one side in every step. Never: heat (heat.py),
-steps.
+order of copies and table updates, by which each expert is readable on one side in every step. Never: which experts
+swap (machine/cost/heat.py), steps.
 
 Slots beyond those of the resident experts are spare, anywhere on the device: tables hold addresses. A spare slot serves
 any layer whose experts have its size. A move is
@@ -28,10 +28,10 @@ import torch
 
 from proa.hybrid.copies import Copier, Copy
 from proa.hybrid.counting import Seen
-from proa.hybrid.heat import Heat, Swap
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.hybrid.tables import Tables
+from proa.machine.cost.heat import Heat, Swap, swaps_with_room
 
 _Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
 
@@ -112,10 +112,9 @@ class Moves:
             self.heat.observe(seen.chosen, seen.tokens, self._resident)
         if not any(self._spare.values()):
             return
-        for swap in self.heat.swaps(self._resident, self._movable):
-            spare = self._spare[self._size[swap.layer]]
-            if spare:
-                self._start(swap, spare.pop())
+        room = {size: len(slots) for size, slots in self._spare.items()}
+        for swap in swaps_with_room(self.heat.swaps(self._resident, self._movable), self._size, room):
+            self._start(swap, self._spare[self._size[swap.layer]].pop())
 
     def _unread(self, since: int) -> bool:
         """True once all steps before step `since` have ended: none reads what the tables no longer name from it on."""

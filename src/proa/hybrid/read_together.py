@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from proa.hybrid.co_fetch import InPlaceRates
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.obs.units import format_rate
 
 BESIDE_S, ALONE_S = 0.2, 0.05  # durations: both read; the GPU reads alone

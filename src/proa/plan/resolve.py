@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.errors import ResourceError, UsageError
+from proa.machine.cost.turns import SHARED_TOKENS
 from proa.machine.machine import Gpu, Machine
 from proa.machine.rates import RamRate
 from proa.models.names import Declared
@@ -20,12 +21,12 @@ from proa.obs.units import format_bytes, format_rate
 from proa.plan import deterministic
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
 from proa.plan.deterministic import cell_tokens, fixed_options
-from proa.plan.device import best_effort, choose
+from proa.plan.device import choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import asked_gpu, unused_rows
-from proa.plan.heads import beyond_cpu, beyond_gpu
+from proa.plan.kernels import beyond_cpu, beyond_gpu
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
@@ -34,7 +35,7 @@ from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
-from proa.plan.turns import SHARED_TOKENS, batch_row, prefill_share, turn_tokens
+from proa.plan.turns import batch_row, prefill_share, turn_tokens
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -106,7 +107,7 @@ def resolve(
         isa=isa,
         workers=workers,
         memory=placed.memory,
-        gpu=placed.gpu,
+        gpus=() if placed.gpu is None else (placed.gpu,),
         roof=placed.roof,
         decisions=(*rows, together, batch, share_row, same_row, *ram_rows, threads_row, *worker_rows),
     )
@@ -224,9 +225,7 @@ def _hindrance(case: Case, gpu: Gpu) -> tuple[str, str] | None:
     """The reason why this GPU cannot run the model, and the remedy; None if it can."""
     if case.dtype != "bfloat16":
         return f"the GPU computes in bfloat16, not {case.dtype}", "Use --dtype bfloat16, or --gpu none."
-    if case.spec.latent_attention and best_effort(gpu):
-        return "latent attention needs matrix instructions for bfloat16, compute capability 8.0", "Use --gpu none."
-    why = beyond_gpu(case.spec)
+    why = beyond_gpu(case.spec, gpu)
     return (why, "Use --gpu none.") if why else None
 
 

@@ -10,9 +10,10 @@ from msgspec import UNSET
 
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
+from proa.parsers.events import Parsed
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
-from proa.server.prompts import encode_text, refuse_too_many
+from proa.server.prompts import encode_text, fitted, refuse_too_many
 from proa.server.replies import FINGERPRINT, Completion, CompletionChoice, Usage
 from proa.server.schema import CompletionRequest, Prompt
 from proa.types import Chunk, SamplingParams, TokenLogprob
@@ -24,7 +25,7 @@ async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: s
     refuse_too_many(llm, len(request.prompt) * request.n, "prompt")
     prompts = [await _tokens_of(llm, given, request) for given in request.prompt]
     for prompt in prompts:
-        llm.check(prompt, params)
+        params = fitted(llm, prompt, params)
     echoed = [_text_of(llm, given, request) for given in request.prompt] if request.echo else []
     return Job(
         prompts=prompts,
@@ -87,7 +88,7 @@ class CompletionReplyWriter:
         self._scores: dict[int, list[TokenLogprob | None]] = {}  # prompt logprobs by prompt index
         self._held: dict[int, list[Chunk]] = {}  # chunks that wait for their prompt's logprobs
 
-    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Completion]:
+    def objects(self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: Usage | None) -> Iterator[Completion]:
         """Yield the objects of one chunk. Prompt logprobs come with choice 0 only; other choices' chunks are held
         back until they arrive."""
         ready = [chunk]

@@ -33,7 +33,6 @@ from proa.engine.executors.device_queue import CudaQueue
 from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
-from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.cpu_reads import CpuReads
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
@@ -44,6 +43,7 @@ from proa.hybrid.read_together import read_together
 from proa.hybrid.transport import Transport
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.models.names import Declared
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts

@@ -29,11 +29,11 @@ from proa.engine.executors.crew import choose_few
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.recorded import RecordedExecutor
 from proa.engine.ipc import Loading, Ready
-from proa.engine.lane import Lane, NoLane
 from proa.engine.runner import Runner
 from proa.engine.scheduling.phases import LEAST_ROWS_ON_CPU, FixedPhases, FreePhases, Phases
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.turns import NoTurns, PrefillTurns
 from proa.layers.decoder import Decoder
 from proa.machine.usage import peak_rss_bytes
 from proa.models.names import Declared
@@ -76,9 +76,9 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    lane = Lane(runner, plan.prefill_share) if plan.prefill_share else NoLane()
+    turns = PrefillTurns(runner, plan.prefill_share) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
-    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
+    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), turns, helpers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")

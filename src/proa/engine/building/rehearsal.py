@@ -22,7 +22,6 @@ from proa.engine.building.gpu_plan import needed, placement_of, top_k
 from proa.engine.executors.batch import step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
-from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, Copy, Pairs
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
@@ -30,6 +29,7 @@ from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.transport import empty_round
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
 from proa.native.pool import Pool
@@ -86,9 +86,8 @@ def _reduced(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Shown:
     fewer = msgspec.structs.replace(
         gpu,
         blocks=tuple(numbers[gpu.blocks[i]] for i in layers),
-        experts=tuple(gpu.experts[i] for i in layers),
         expert_bytes=tuple(gpu.expert_bytes[i] for i in layers),
-        resident=tuple(gpu.resident[i] for i in layers),
+        owners=tuple(gpu.owners[i] for i in layers),
     )
     return Shown(replace(spec, blocks=tuple(spec.blocks[i] for i in numbers)), renamed, fewer)
 

@@ -13,13 +13,13 @@ from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
-from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, HostCopier
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
+from proa.machine.cost.co_fetch import InPlaceRates
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts

@@ -11,7 +11,7 @@ from proa.errors import ProaError
 from proa.grammar.vocabulary import Vocabulary
 from proa.types import EngineRequest, TokenEvent
 
-EngineState = Literal["loading", "ready", "failed", "stopped"]
+EngineState = Literal["loading", "ready", "restarting", "failed", "stopped"]
 
 
 class EngineHandle(Protocol):
@@ -33,6 +33,9 @@ class EngineHandle(Protocol):
 
     async def wait_ready(self) -> Ready:
         """Return when the model is loaded; raise the failure if it cannot be."""
+
+    async def wait_ended(self) -> None:
+        """Return when the state is "failed" or "stopped"."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """Submit one sequence; yield its events until one has `finish`. Closing the generator early aborts the

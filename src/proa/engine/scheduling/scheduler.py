@@ -8,7 +8,7 @@ A step is in flight from plan() to commit(). Meanwhile requests may be submitted
 the step reads or writes gets another owner. Any number of steps may be in flight, each request in one of them, and they
 are committed in any order, with two special cases. plan_ahead() gives the step after the one in flight before that
 one's tokens are known (overlap scheduling); if a request ends in between, its row there is discarded. With turns
-(engine/lane.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
+(engine/turns.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
 
 1. The order of service is total: smaller priority, then earlier arrival. When pages run out, the last running request
    is preempted (its tokens stay; it waits at its old place and computes them again, mostly from the prefix cache). The

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from proa.hybrid.heat import EAGER, HALF_LIVES_TOKENS, JUDGED_TOKENS, MOST_HALF_LIVES, STRICT, Heat
+from proa.machine.cost.heat import (
+    EAGER,
+    HALF_LIVES_TOKENS,
+    MOST_HALF_LIVES,
+    SCORE_HALF_LIFE_TOKENS,
+    STRICT,
+    Heat,
+    Swap,
+    swap_threshold,
+    swaps_with_room,
+)
 
 Ids = NDArray[np.int64]  # [tokens, layers, k]
 HERE = np.array([[True, False]])
@@ -43,30 +53,59 @@ def test_noise_alone_causes_no_swap() -> None:
     """A heat difference below the threshold, transfer cost plus noise, causes no swap."""
     heat = Heat(2, [1])
     inside, may = np.array([[True, False]]), np.ones((1, 2), bool)
-    assert heat.promise == STRICT
-    heat.heat[:] = [[100, 100 + STRICT.least_gain + STRICT.chance * 200**0.5]]
+    assert heat.threshold == STRICT
+    heat.heat[:] = [[100, 100 + STRICT.least_gain + STRICT.noise * 200**0.5]]
     assert not heat.swaps(inside, may)
-    heat.heat[:] = [[100, 100 + STRICT.least_gain + STRICT.chance * 240**0.5]]
+    heat.heat[:] = [[100, 100 + STRICT.least_gain + STRICT.noise * 240**0.5]]
     assert [(s.promote, s.evict) for s in heat.swaps(inside, may)] == [(1, 0)]
 
 
 def test_threshold_falls_if_other_experts_are_chosen_more_often() -> None:
     heat, chosen = Heat(4, [2]), np.array([[0, 0, 5, 5]])
-    for resident, promise in (([1, 1, 0, 0], EAGER), ([0, 0, 1, 1], STRICT)):
-        for _ in range(10 * JUDGED_TOKENS):
+    for resident, threshold in (([1, 1, 0, 0], EAGER), ([0, 0, 1, 1], STRICT)):
+        for _ in range(10 * SCORE_HALF_LIFE_TOKENS):
             heat.observe(chosen, 5, np.array([resident], bool))
-        found = heat.promise
-        assert (found.least_gain, found.chance) == pytest.approx((promise.least_gain, promise.chance), abs=1e-3)
-    between = [heat.promise]
+        found = heat.threshold
+        assert (found.least_gain, found.noise) == pytest.approx((threshold.least_gain, threshold.noise), abs=1e-3)
+    between = [heat.threshold]
     for _ in range(3):
         heat.observe(np.array([[1, 0, 50, 50]]), 1, np.array([[0, 0, 1, 1]], bool))
-        between.append(heat.promise)
+        between.append(heat.threshold)
     assert between[-1] == STRICT, "the resident experts are the hottest"
+
+
+@pytest.mark.parametrize(
+    ("best", "resident", "least_gain", "noise"),
+    [
+        (0.5, 0.5, 2.0, 1.25),
+        (0.4, 0.5, 2.0, 1.25),
+        (0.51, 0.5, 1.5, 0.875),
+        (0.52, 0.5, 1.0, 0.5),
+        (0.9, 0.5, 1.0, 0.5),
+    ],
+)
+def test_the_threshold_follows_the_gap_of_the_scores(
+    best: float, resident: float, least_gain: float, noise: float
+) -> None:
+    found = swap_threshold(best, resident)
+    assert (found.least_gain, found.noise) == pytest.approx((least_gain, noise))
+
+
+@given(st.lists(st.integers(0, 4), max_size=12), st.lists(st.integers(0, 2), min_size=5, max_size=5), st.data())
+def test_swaps_take_spare_slots_of_their_size(layers: list[int], sizes: list[int], data: st.DataObject) -> None:
+    """Swaps are taken in order while a slot of their size is left; a size without slots holds up no other size."""
+    spare = {size: data.draw(st.integers(0, 3)) for size in set(sizes)}
+    swaps = [Swap(layer, i, i + 1) for i, layer in enumerate(layers)]
+    found = swaps_with_room(swaps, sizes, spare)
+    for size, slots in spare.items():
+        of_size = [swap for swap in swaps if sizes[swap.layer] == size]
+        assert [swap for swap in found if sizes[swap.layer] == size] == of_size[:slots]
+    assert found == [swap for swap in swaps if swap in found]
 
 
 def test_heat_halves() -> None:
     heat, half_life = Heat(2, [1]), HALF_LIVES_TOKENS[-1]
-    assert heat.ruling == len(HALF_LIVES_TOKENS) - 1, "of equals the longest"
+    assert heat.best_half_life == len(HALF_LIVES_TOKENS) - 1, "of equals the longest"
     heat.observe(np.array([[8, 0]]), 1, HERE)
     for _ in range(half_life):
         heat.observe(np.array([[0, 0]]), 1, HERE)
@@ -105,7 +144,7 @@ def test_heat_of_a_prompt_in_turns() -> None:
 def test_the_half_life_that_predicts_best_is_used() -> None:
     """Static routing selects the longest half-life; routing that changes every 20 tokens the shortest."""
     rng = np.random.default_rng(0)
-    for changes, ruling in ((None, len(HALF_LIVES_TOKENS) - 1), (20, 0)):
+    for changes, best in ((None, len(HALF_LIVES_TOKENS) - 1), (20, 0)):
         heat, odds = Heat(32, [8]), np.linspace(0.2, 1, 32) ** 2
         for token in range(1500):
             if changes is not None and token % changes == 0:
@@ -113,7 +152,7 @@ def test_the_half_life_that_predicts_best_is_used() -> None:
             chosen = np.zeros((1, 32), np.int64)
             chosen[0, rng.choice(32, 4, replace=False, p=odds / odds.sum())] = 1
             heat.observe(chosen, 1, np.zeros((1, 32), bool))
-        assert heat.ruling == ruling
+        assert heat.best_half_life == best
 
 
 @settings(max_examples=100, deadline=None)
@@ -124,7 +163,7 @@ def test_top_sets_have_the_hottest_experts(slots: list[int], seed: int) -> None:
     for _ in range(7):
         heat.observe(rng.integers(0, 100, (len(slots), 6)), 3, np.zeros((len(slots), 6), bool))
     for which, own in enumerate(heat._heats):
-        heat._rank(which)
+        heat._update_top_set(which)
         for row, kept, count in zip(own, heat._top[which], slots, strict=True):
             assert set(np.flatnonzero(kept)) == {e for e in range(6) if count and row[e] >= np.sort(row)[-count]}
 

@@ -15,10 +15,10 @@ from proa.cache.pages import PageAllocator
 from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.executor import Executor, Pace
-from proa.engine.lane import Lane
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.turns import PrefillTurns
 from proa.native.pool import Pool
 from tiny import make_tiny
 
@@ -40,17 +40,22 @@ class Case:
 
 
 def case_of(
-    model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
+    model: Loaded,
+    *,
+    turns: bool = True,
+    durations: tuple[float, float] = (1.0, 1.0),
+    pages: int = PAGES,
+    rows: int = ROWS,
 ) -> Case:
-    """turn: the durations of a step and of a block that the lane is given."""
+    """durations: of a decode step and of a prefill block, instead of measured ones."""
     context = max(PAGES, pages) * PAGE_TOKENS
     limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
     executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
-    executor.pace = lambda: Pace(*turn)  # type: ignore[method-assign]
+    executor.pace = lambda: Pace(*durations)  # type: ignore[method-assign]
     allocator = PageAllocator(pages)
-    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
+    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=turns)
     runner = Runner(executor, PAGE_TOKENS)
-    engine = Engine(runner, scheduler, model.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
+    engine = Engine(runner, scheduler, model.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
     return Case(engine, executor, model)
 
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.lane_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, loader
+from engine.turn_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, loader
 from engines import Loaded, finish_all, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
-from proa.engine.lane import Turns, fitting_tokens
 from proa.engine.scheduling.step_plan import StepPlan
+from proa.engine.turns import PrefillTurns
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
@@ -58,48 +58,23 @@ def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, lis
     return events
 
 
-@pytest.mark.parametrize(
-    ("share", "step_s", "block_s", "dues"),
-    [
-        (0.5, 1.0, 1.0, [1, 1, 1, 1]),
-        (0.5, 1.0, 2.0, [0, 1, 0, 1]),
-        (0.5, 1.0, 0.25, [4, 4, 4, 4]),
-        (0.75, 1.0, 2.0, [1, 2, 1, 2]),
-        (0.2, 1.0, 0.5, [0, 1, 0, 1]),
-        (0.5, 0.0, 1.0, [1, 1, 1, 1]),  # durations are unknown
-        (0.5, 1.0, 0.0, [1, 1, 1, 1]),
-    ],
-)
-def test_how_many_blocks_are_due(share: float, step_s: float, block_s: float, dues: list[int]) -> None:
-    turns = Turns(share)
-    assert [turns.due(step_s, block_s) for _ in dues] == dues
-
-
-@pytest.mark.parametrize(
-    ("tokens", "block_s", "fitting"),
-    [(512, 0.010, 2560), (2560, 0.015, 8448), (512, 0.1, 512), (256, 0.06, 512), (800, 0.05, 768), (512, 0.05, 512)],
-)
-def test_how_many_tokens_keep_a_turn_short(tokens: int, block_s: float, fitting: int) -> None:
-    assert fitting_tokens(tokens, block_s) == fitting
-
-
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
-def test_a_share_is_between_zero_and_one(share: float) -> None:
+def test_a_share_is_between_zero_and_one(share: float, load: Callable[[str, str], Loaded]) -> None:
     with pytest.raises(ValueError, match="must be between 0 and 1"):
-        Turns(share)
+        PrefillTurns(case_of(load("torch", "qwen3-moe")).engine.runner, share)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("turn", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0)])
-def test_a_lane_gives_the_same_answers(
-    kind: str, family: str, turn: tuple[float, float], load: Callable[[str, str], Loaded]
+@pytest.mark.parametrize("durations", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0)])
+def test_turns_give_the_same_answers(
+    kind: str, family: str, durations: tuple[float, float], load: Callable[[str, str], Loaded]
 ) -> None:
     """Prompts arrive while others decode, one after the other, in several chunks each and with common beginnings.
     On a GPU steps of other sizes round differently: the first token is the same, and no token is lost."""
     model, found = load(kind, family), []
-    for lane in (False, True):
-        case = case_of(model, lane=lane, turn=turn)
+    for turns in (False, True):
+        case = case_of(model, turns=turns, durations=durations)
         events = beside(case, request("long", prompt(70), 9))
         case.engine.submit(request("alike", [*prompt(50), 9, 9], 7))
         case.engine.submit(request("short", [4], 5))
@@ -109,12 +84,12 @@ def test_a_lane_gives_the_same_answers(
         assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
         assert stats.scheduler.cached_prompt_tokens > 0 or model.spec.recurrent
         found.append({name: tokens_of(of) for name, of in events.items()})
-    whole, turns = found
-    assert {name: len(tokens) for name, tokens in turns.items()} == {name: len(t) for name, t in whole.items()}
+    whole, got = found
+    assert {name: len(tokens) for name, tokens in got.items()} == {name: len(t) for name, t in whole.items()}
     if kind == "torch":
-        assert turns == whole
+        assert got == whole
     else:
-        assert turns["long"][0] == whole["long"][0]
+        assert got["long"][0] == whole["long"][0]
 
 
 def spans(lengths: list[int], start: int, first: int) -> list[Span]:
@@ -134,10 +109,10 @@ def test_a_step_in_parts_has_the_bits_of_a_whole_step(
     """Decode steps of ever more rows run between the parts. Equal bits need the last sum of a block to be rounded alike
     in the fused norm and alone."""
     model, found = load(kind, family), []
-    for lane in (False, True):
+    for turns in (False, True):
         executor = case_of(model).executor
-        step = executor.launch(StepBatch(spans([11, 9], 0, 0)), in_parts=lane)
-        if lane:
+        step = executor.launch(StepBatch(spans([11, 9], 0, 0)), in_parts=turns)
+        if turns:
             done = False
             for others in range(1, RUNNING):
                 done = executor.advance(step, 1)
@@ -154,19 +129,19 @@ def test_a_step_in_parts_has_the_bits_of_a_whole_step(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("turn", "turns_per_block"), [((1.0, 1.0), 1.0), ((1.0, 3.0), 3.0), ((2.0, 1.0), 0.5)])
+@pytest.mark.parametrize(("durations", "turns_per_block"), [((1.0, 1.0), 1.0), ((1.0, 3.0), 3.0), ((2.0, 1.0), 0.5)])
 def test_decode_does_not_wait_for_a_prompt(
-    kind: str, turn: tuple[float, float], turns_per_block: float, load: Callable[[str, str], Loaded]
+    kind: str, durations: tuple[float, float], turns_per_block: float, load: Callable[[str, str], Loaded]
 ) -> None:
     """A prompt of three chunks: the other requests get a token in each step but those that end a chunk."""
-    case = case_of(load(kind, "qwen3-moe"), turn=turn)
+    case = case_of(load(kind, "qwen3-moe"), durations=durations)
     events = beside(case, request("long", prompt(ROWS * 3), 5))
     steps = 3 * case.blocks * turns_per_block
     for name in ("d0", "d1", "d2"):
         assert len(tokens_of(events[name])) - 4 == pytest.approx(steps, abs=3)
-    shared = case_of(load(kind, "qwen3-moe"), lane=False)
+    shared = case_of(load(kind, "qwen3-moe"), turns=False)
     events = beside(shared, request("long", prompt(ROWS * 3), 5))
-    assert len(tokens_of(events["d0"])) - 4 <= 5, "without a lane decode waits for the prompt"
+    assert len(tokens_of(events["d0"])) - 4 <= 5, "without turns decode waits for the prompt"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +156,7 @@ def test_the_first_turn_measures_one_block(kind: str, load: Callable[[str, str],
 
 def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) -> None:
     """At least 512 tokens, and as many as a block computes in 50 ms."""
-    case = case_of(load("torch", "qwen3-moe"), turn=(1.0, 0.02), pages=1500, rows=2048)
+    case = case_of(load("torch", "qwen3-moe"), durations=(1.0, 0.02), pages=1500, rows=2048)
     decode(case, 1, 60)
     case.engine.submit(request("long", [token % 200 for token in range(4000)], 2))
     lengths = []
@@ -215,9 +190,9 @@ def test_steps_of_a_prompt_alone_grow_with_the_speed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_lane_finishes_when_no_request_decodes(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """The decoding requests end while a prompt is in the lane: its remaining blocks take one step."""
-    case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 100.0))
+def test_prefill_finishes_when_no_request_decodes(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """The decoding requests end while a prompt is computed in turns: its remaining blocks take one step."""
+    case = case_of(load(kind, "qwen3-moe"), durations=(1.0, 100.0))
     decode(case, 1, 8)
     case.engine.submit(request("long", prompt(30), 5))
     names = [event.id for _ in range(6) for event in case.engine.step()]
@@ -226,8 +201,8 @@ def test_the_lane_finishes_when_no_request_decodes(kind: str, load: Callable[[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_aborted_prompt_leaves_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0))
+def test_an_aborted_prompt_takes_no_more_turns(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    case = case_of(load(kind, "qwen3-next"), durations=(1.0, 3.0))
     decode(case, 2, 60)
     case.engine.submit(request("long", prompt(30), 5))
     for _ in range(3):
@@ -240,7 +215,7 @@ def test_an_aborted_prompt_leaves_the_lane(kind: str, load: Callable[[str, str],
     events = finish_all(case.engine)
     assert "long" not in events
     assert len(tokens_of(events["next"])) == 5
-    plain = case_of(load(kind, "qwen3-next"), lane=False)
+    plain = case_of(load(kind, "qwen3-next"), turns=False)
     plain.engine.submit(request("next", prompt(30, 2), 5))
     assert tokens_of(finish_all(plain.engine)["next"])[0] == tokens_of(events["next"])[0]
     stats = case.engine.stats()
@@ -248,9 +223,9 @@ def test_an_aborted_prompt_leaves_the_lane(kind: str, load: Callable[[str, str],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_abort_keeps_the_other_prompt_in_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """The step in the lane goes on for the other request; the aborted one gets no event."""
-    case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 3.0))
+def test_an_abort_keeps_the_other_prompt_of_the_step(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """The prefill step goes on for the other request; the aborted one gets no event."""
+    case = case_of(load(kind, "qwen3-moe"), durations=(1.0, 3.0))
     decode(case, 1, 60)
     case.engine.submit(request("left", prompt(ROWS + 9), 5, prompt_logprobs=1))
     case.engine.submit(request("stays", prompt(5, 3), 5, prompt_logprobs=1))
@@ -268,11 +243,11 @@ def test_an_abort_keeps_the_other_prompt_in_the_lane(kind: str, load: Callable[[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_logprobs_in_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
+def test_prompt_logprobs_in_turns(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """Log-probabilities of all prompt tokens are right, whatever decodes in between."""
     found = []
-    for lane in (False, True):
-        case = case_of(load(kind, "qwen3-moe"), lane=lane)
+    for turns in (False, True):
+        case = case_of(load(kind, "qwen3-moe"), turns=turns)
         events = beside(case, request("long", prompt(70), 1, prompt_logprobs=2))
         (event,) = events["long"]
         assert event.prompt_logprobs is not None
@@ -285,7 +260,7 @@ def test_prompt_logprobs_in_the_lane(kind: str, load: Callable[[str, str], Loade
 def poison(case: Case, name: str, first_page: int) -> None:
     """Set the keys of a request's pages from one of them on to NaN."""
     pages = case.engine.scheduler._requests[name].pages[first_page:]
-    for cache in case.executor._caches:  # type: ignore[attr-defined]
+    for (cache,) in case.executor._caches:  # type: ignore[attr-defined]
         if isinstance(cache, KvPages):
             cache.keys[pages] = torch.nan
     if torch.cuda.is_available():
@@ -295,7 +270,7 @@ def poison(case: Case, name: str, first_page: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", ["long", "d1"])
 def test_nan_ends_only_its_request(kind: str, broken: str, load: Callable[[str, str], Loaded]) -> None:
-    """The prompt in the lane, or a request that decodes meanwhile, whose rows have the same numbers."""
+    """The prompt computed in turns, or a request that decodes meanwhile, whose rows have the same numbers."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
@@ -318,10 +293,10 @@ def test_nan_ends_only_its_request(kind: str, broken: str, load: Callable[[str, 
 
 @pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("together", [True, False])
-def test_faults_in_the_lane_and_in_decode_are_told_apart(
+def test_faults_in_prefill_and_in_decode_are_told_apart(
     kind: str, together: bool, load: Callable[[str, str], Loaded]
 ) -> None:
-    """NaN in the prompt in the lane and in a decoding request with the same row numbers: each error names where its own
+    """NaN in the prompt and in a decoding request with the same row numbers: each error names where its own
     values did so first, though the other's fault was noted in between."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
@@ -340,7 +315,7 @@ def test_faults_in_the_lane_and_in_decode_are_told_apart(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_a_cancelled_step_are_discarded(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """Faults noted for the prompt in the lane are not reported for requests with the same row numbers."""
+    """Faults noted for the prompt are not reported for requests with the same row numbers."""
     case = case_of(load(kind, "qwen3-moe"))
     decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
@@ -354,9 +329,9 @@ def test_faults_of_a_cancelled_step_are_discarded(kind: str, load: Callable[[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lane_with_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """A request is preempted, or waits for a page that a request in the lane will release."""
-    case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0), pages=34)
+def test_turns_with_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """A request is preempted, or waits for a page that the prefill step will release."""
+    case = case_of(load(kind, "qwen3-next"), durations=(1.0, 3.0), pages=34)
     for i in range(4):
         case.engine.submit(request(f"d{i}", prompt(5, i), 40))
     for i in range(3):
@@ -391,9 +366,9 @@ def test_experts_move_between_parts(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_pool_of_states(load: Callable[[str, str], Loaded]) -> None:
-    """A request in the lane has a state slot of its own: all slots are taken."""
+    """A request computed in turns has a state slot of its own: all slots are taken."""
     model = load("torch", "qwen3-next")
-    case, plain = case_of(model, turn=(1.0, 2.0)), case_of(model, lane=False)
+    case, plain = case_of(model, durations=(1.0, 2.0)), case_of(model, turns=False)
     found = []
     for one in (case, plain):
         events = beside(one, request("long", prompt(70), 9), decoding=RUNNING - 1)

@@ -1,4 +1,4 @@
-"""Random traffic through an engine with a prefill lane: every answer is whole, and no page stays allocated."""
+"""Random traffic through an engine with prompts in turns: every answer is whole, and no page stays allocated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 import pytest
 
-from engine.lane_cases import KINDS, Case, case_of, loader
 from engine.random_requests import outcome, requests
+from engine.turn_cases import KINDS, Case, case_of, loader
 from engines import Loaded, finish_all
 from proa.engine.executors.executor import Pace
 from proa.native.pool import Pool
@@ -77,7 +77,7 @@ def test_random_traffic(kind: str, family: str, pages: int, seed: int, load: Cal
                 (told,) = [e.prompt_logprobs for e in whole[one.id] if e.prompt_logprobs is not None]
                 assert len(told) == len(one.tokens)
         if kind == "torch":
-            plain = case_of(model, lane=False)
+            plain = case_of(model, turns=False)
             for one in asked:
                 plain.engine.submit(one)
             want = {name: outcome(of) for name, of in finish_all(plain.engine).items()}

@@ -1,0 +1,49 @@
+"""How decode steps and prefill blocks divide the time of the device and the CPU: the share, the blocks that are due,
+and the length of prefill steps (decision 038).
+
+A turn is a slice of time in which either a decode step or some blocks of a prefill step compute; a turn of prefill ends
+after a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+PREFILL_SHARE = 0.5
+MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
+LEAST_TOKENS = 512  # least size of a prefill step beside decode
+GRAIN_TOKENS = 256  # steps of fewer tokens are not used to estimate speed: reading weights takes all their time
+
+# Decode waits for a whole shared step, but only for a block of a step in turns. In turns, long steps pay off for the
+# CPU's experts: on an Emerald Rapids, 4096 tokens took a third of the time in one step that they took in eight.
+SHARED_TOKENS, TURN_TOKENS = 512, (4096, 2048, 1024)
+MOST_VRAM = 0.02  # share of free VRAM that the rows of a step in turns may take
+
+
+def prefill_share(*, gpu_only: bool, deterministic: bool) -> float:
+    """Fraction of time for prefill while requests decode; 0: they share steps, which --deterministic rules out. Steps
+    without experts on the CPU are short: they are shared."""
+    return 0.0 if gpu_only and not deterministic else PREFILL_SHARE
+
+
+def blocks_due(share: float, owed: float, step_s: float, block_s: float) -> tuple[int, float]:
+    """Prefill blocks due after a decode step, so that they take the fraction `share` of the time, and the blocks still
+    owed, a fraction below 1, for the next call. step_s, block_s: durations of both, 0: not measured yet, one block is
+    due. A block that takes longer than its share of one step is due after several steps."""
+    if not step_s or not block_s:
+        return 1, owed
+    owed += share / (1 - share) * step_s / block_s
+    return int(owed), owed - int(owed)
+
+
+def fitting_tokens(tokens: int, block_s: float) -> int:
+    """The number of tokens at which a block takes MOST_BLOCK_S, given that `tokens` took block_s."""
+    fitting = int(tokens * MOST_BLOCK_S / block_s)
+    return max(LEAST_TOKENS, fitting - fitting % GRAIN_TOKENS)
+
+
+def turn_tokens(rows_bytes: Callable[[int], int], free_bytes: int, least: int) -> tuple[int, ...]:
+    """Candidate lengths of prefill steps in turns, above `least` tokens, the longest first. rows_bytes(tokens): VRAM of
+    a step's rows; free_bytes: of VRAM."""
+    room_bytes = MOST_VRAM * free_bytes
+    return tuple(tokens for tokens in TURN_TOKENS if tokens > least and rows_bytes(tokens) <= room_bytes)
