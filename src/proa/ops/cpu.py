@@ -144,6 +144,8 @@ class CpuOps:
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
         """`slots` is ignored: a program has no padding rows."""
         ids, weights = self._to.new(rule.top_k, torch.int32), self._to.new(rule.top_k, torch.float32)
+        if rule.router.held:
+            raise ValueError(f"the native kernels do not route for one of several ranks: {rule.router.held}")
         correction = None if rule.correction is None else self._to.keep(rule.correction).data_ptr()
         native = native_rule(logits.shape[1], rule, correction)
         self._to.program.add_route(rows_of(logits), native, ids.data_ptr(), weights.data_ptr())

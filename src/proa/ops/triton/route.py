@@ -148,6 +148,8 @@ def check_rule(experts: int, rule: RouterRule) -> None:
         raise ValueError(
             f"top_k must be 1 to {MOST_CHOSEN} of at most {MOST_EXPERTS} experts, not {rule.top_k} of {experts}"
         )
+    if rule.router.held:
+        raise ValueError(f"the GPU's kernels do not route for one of several ranks: {rule.router.held}")
     if groups := rule.router.groups:
         size, rest = divmod(experts, groups.groups)
         fits = not rest and groups.best_of in (1, 2) and groups.best_of <= size and groups.kept <= groups.groups
