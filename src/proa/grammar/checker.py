@@ -81,10 +81,14 @@ class GrammarChecker:
 
 
 async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(
+    """Start a process and wait until it is ready: its imports do not count as compiling."""
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proa.grammar.trial"),
         stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=child_environ(),
     )  # fmt: skip
+    assert process.stdout is not None
+    await process.stdout.readline()
+    return process
 
 
 async def _ask(process: Process, constraint: Constraint) -> bytes:
