@@ -248,6 +248,10 @@ def test_a_compiler_that_crashes_or_hangs_ends_only_its_request() -> None:
         begin_s, seen = time.monotonic(), await asyncio.gather(*map(checker.check, hostile), return_exceptions=True)
         assert [str(each) for each in seen] == [str(each) for each in found[:2]]
         assert time.monotonic() - begin_s < 1.0, "verdicts are remembered"
+        for process in checker._idle:
+            process.kill()
+            await process.wait()
+        await checker.check(Constraint.json({**PERSON, "title": "after its process has ended"}))
         await checker.close()
         await checker.close()
 
