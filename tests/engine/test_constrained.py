@@ -149,8 +149,12 @@ def test_on_the_executor_of_a_gpu(tmp_path: Path) -> None:
     """Masks reach the sampling kernels, also those of a step that was launched ahead."""
     pytest.importorskip("triton")
     engine = engine_of(load(torch.bfloat16, tmp_path), "graphs")
-    asked = [constrained("choice1", [5, 6], CHOICE), constrained("json", [7, 9], JSON, temperature=1.0, seed=1, top_k=4),
-             constrained("choice2", [8], CHOICE, temperature=0.7, logprobs=1), request("free0", [5, 6], 15)]  # fmt: skip
+    asked = [
+        constrained("choice1", [5, 6], CHOICE),
+        constrained("json", [7, 9], JSON, temperature=1.0, seed=1, top_k=4),
+        constrained("choice2", [8], CHOICE, temperature=0.7, logprobs=1),
+        request("free0", [5, 6], 15),
+    ]
     for name, found in answers(engine, asked).items():
         check(name, found)
 
