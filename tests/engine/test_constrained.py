@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from proa.engine.lane import Lane
 
 from engine.random_requests import WISHES, outcome
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
@@ -22,7 +23,6 @@ from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
-from proa.engine.lane import Lane
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
