@@ -14,11 +14,12 @@ from typing import Any
 
 @dataclass
 class Stub:
-    """The server's script, and the requests that it received. `reply` is streamed piece by piece."""
+    """The server's script, and the requests that it received. `reasoning` and `reply` are streamed piece by piece."""
 
     model: str = "stub-model"
     root: str = "stub-root"
     reply: list[str] = field(default_factory=lambda: ["Hello", " ", "wörld", "!"])
+    reasoning: list[str] = field(default_factory=list)
     delay_s: float = 0.0
     refusal: tuple[int, dict[str, Any]] | None = None
     error_after: int | None = None  # pieces, then an error event
@@ -95,6 +96,8 @@ def _stream(handler: BaseHTTPRequestHandler, stub: Stub) -> None:
         handler.wfile.flush()
 
     event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+    for piece in stub.reasoning:
+        event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}}]})
     for i, piece in enumerate(stub.reply):
         if i == stub.error_after:
             event({"error": {"message": "The engine died.", "type": "engine_dead"}})

@@ -52,6 +52,17 @@ def test_one_shot_prints_only_the_answer(stub: Stub) -> None:
     assert asked["stream_options"] == {"include_usage": True}
 
 
+def test_reasoning_is_shown_beside_the_answer(stub: Stub) -> None:
+    stub.reasoning = ["Let me ", "think."]
+    done = chat(stub, "-p", "Hi there")
+    assert (done.returncode, done.stdout) == (0, "Hello wörld!\n")
+    assert "Let me think.\n" in done.stderr
+    stub.reply = []
+    only = chat(stub, "-p", "Hi there")
+    assert (only.returncode, only.stdout) == (0, "")
+    assert "Let me think.\n" in only.stderr
+
+
 @pytest.mark.parametrize("argv", [["-p", "-"], []])
 def test_piped_text_is_the_prompt(stub: Stub, argv: list[str]) -> None:
     assert chat(stub, *argv, text="one\ntwo\n").returncode == 0

@@ -82,6 +82,8 @@ class Session:
                         write_out(piece.text)
                     usage = piece.usage or usage
         finally:
+            if reasons and not pieces:
+                self._notes.print()  # ends the line
             if pieces:
                 write_out("" if pieces[-1].endswith("\n") else "\n")
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})

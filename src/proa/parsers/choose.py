@@ -49,7 +49,7 @@ _CALLS_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|start_header_id|>ipython<|end_header_id|>", '"parameters"')),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
-_TOLD = (HARMONY, *(f.name for f in CALLS if f.written))  # formats that a system message can ask for
+_TOLD = (HARMONY, *(f.name for f in CALLS if f.json_written))  # formats that a system message can ask for
 _REASONING_IN_TEMPLATES = ("<|channel>", "<mm:think>", "[THINK]", "<seed:think>", "<think>")
 _BY_MODEL_TYPE = {"gpt_oss": HARMONY, "deepseek_v32": "deepseek_v32", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2"}
 
@@ -154,7 +154,7 @@ def choose(asked_calls: str, asked_reasoning: str, model: Model) -> Chosen:
             param="reasoning_parser",
         )
     call_format = next((f for f in CALLS if f.name == got_calls), None)
-    system_call = "" if model.renders_tools or call_format is None else call_format.written or CALLS[0].written
+    system_call = "" if model.renders_tools or call_format is None else call_format.json_written or CALLS[0].written
     if system_call:
         why_calls += "; the chat template ignores tools, so they are written into a system message"
     rows = (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
+from proa.parsers.typed import is_text
 from proa.types import Constraint, Tag, Tags
 
 
@@ -13,7 +16,7 @@ def forced_call_grammar(
     calls: CallFormat | None, tools: Sequence[dict[str, Any]], names: Sequence[str], *, only_one: bool
 ) -> Constraint | None:
     """Demand one or more calls of the functions `names`, with arguments that their schemas accept; only_one: exactly
-    one. None if the format's arguments are not JSON, so that no grammar of this form describes a call."""
+    one. None for a format that has no grammar."""
     if calls is None or not calls.written:
         return None
     functions = {tool["function"].get("name"): tool["function"] for tool in tools}
@@ -21,5 +24,37 @@ def forced_call_grammar(
     for name in names:
         begin, _, end = calls.written.replace("NAME", name).partition("ARGUMENTS")
         schema = functions[name].get("parameters") or {"type": "object"}
-        tags.append(Tag(begin, Constraint.json(schema, param="tools"), end))
+        if calls.parameter:
+            content = Constraint.grammar(_parameters(calls.parameter, schema), param="tools")
+        else:
+            content = Constraint.json(schema, param="tools")
+        tags.append(Tag(begin, content, end))
     return Constraint.tags(Tags(tags=tuple(tags), separator="\n", at_most=1 if only_one else None), param="tool_choice")
+
+
+def _parameters(written: str, schema: Schema) -> str:
+    """Write a Lark grammar for the parameters of a function, in the order of its schema, in the form `written`."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules, order = [], []
+    for i, (key, value) in enumerate(properties.items()):
+        own = value if isinstance(value, dict) else {}
+        has_text = is_text(own, schema) and not own.get("enum")
+        is_string = is_text(own, schema)
+        begin, _, end = written.replace("KEY", key).replace("STRING", json.dumps(is_string)).partition("VALUE")
+        order.append(f"p{i}" if key in required else f"p{i}?")
+        if has_text:
+            rules += [f"p{i}: {_literal(begin)} v{i}", f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}"]
+        elif is_string:
+            texts = " | ".join(_literal(v if isinstance(v, str) else json.dumps(v)) for v in own["enum"])
+            rules.append(f"p{i}: {_literal(begin)} ({texts}) {_literal(end)}")
+        else:
+            rules.append(f"p{i}: {_literal(begin)} %json {json.dumps({**shared, **own})} {_literal(end)}")
+    return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

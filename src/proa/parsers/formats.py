@@ -66,7 +66,13 @@ class CallFormat:
     only_in_sections: bool = False
     parts: tuple[str, ...] = ()
     make_id: MakeId = openai_id
-    written: str = ""  # a call of NAME with the JSON text ARGUMENTS; empty if the format's arguments are not JSON
+    written: str = ""  # a call of NAME with ARGUMENTS; empty if no grammar describes it
+    parameter: str = ""  # one of ARGUMENTS: KEY with VALUE, STRING: whether it is a string; empty if they are JSON
+
+    @property
+    def json_written(self) -> str:
+        """`written` if its arguments are JSON, else empty."""
+        return "" if self.parameter else self.written
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -86,6 +92,8 @@ class ReasoningFormat:
 
 
 _WRITTEN = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
+_WRITTEN_FUNCTION = "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>"
+_WRITTEN_PARAMETER = "<parameter=KEY>\nVALUE\n</parameter>\n"
 _OBJECT = _starting_with("{", "[")
 _TAGGED_JSON = (Pair("<tool_call>", ("</tool_call>",), read_json, _OBJECT),)
 _NAMED = _starting_with("name=")
@@ -102,8 +110,8 @@ _CALL_WORDS = ('{"name"', '{"type"', '{"function"', '{"parameters"', '{"argument
 
 CALLS: tuple[CallFormat, ...] = (
     CallFormat("hermes", _TAGGED_JSON, written=_WRITTEN),
-    CallFormat("qwen3_coder", _FUNCTIONS),
-    CallFormat("step3p5", _FUNCTIONS),
+    CallFormat("qwen3_coder", _FUNCTIONS, written=_WRITTEN_FUNCTION, parameter=_WRITTEN_PARAMETER),
+    CallFormat("step3p5", _FUNCTIONS, written=_WRITTEN_FUNCTION, parameter=_WRITTEN_PARAMETER),
     CallFormat(
         "kimi_k2",
         (Pair("<|tool_call_begin|>", ("<|tool_call_end|>",), read_kimi),),
@@ -113,13 +121,25 @@ CALLS: tuple[CallFormat, ...] = (
         written="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
-    CallFormat("glm45", _ARG_PAIRS),
-    CallFormat("glm47", _ARG_PAIRS),
+    CallFormat(
+        "glm45",
+        _ARG_PAIRS,
+        written="<tool_call>NAME\nARGUMENTS</tool_call>",
+        parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    ),
+    CallFormat(
+        "glm47",
+        _ARG_PAIRS,
+        written="<tool_call>NAMEARGUMENTS</tool_call>",
+        parameter="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
+    ),
     CallFormat(
         "minimax_m2",
         (Pair("<invoke", ("</invoke>",), InvokeReader(), _NAMED),),
         sections=(("<minimax:tool_call>", "</minimax:tool_call>"),),
         only_in_sections=True,
+        written='<minimax:tool_call>\n<invoke name="NAME">\nARGUMENTS</invoke>\n</minimax:tool_call>',
+        parameter='<parameter name="KEY">VALUE</parameter>\n',
     ),
     CallFormat(
         "deepseek_v3",
@@ -141,6 +161,9 @@ CALLS: tuple[CallFormat, ...] = (
         (Pair("<｜DSML｜invoke", ("</｜DSML｜invoke>", "/>"), InvokeReader("｜DSML｜"), _NAMED, ends_open=False),),
         sections=tuple((f"<｜DSML｜{name}>", f"</｜DSML｜{name}>") for name in ("function_calls", "tool_calls")),
         parts=("｜DSML｜",),
+        written='<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">\nARGUMENTS</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        parameter='<｜DSML｜parameter name="KEY" string="STRING">VALUE</｜DSML｜parameter>\n',
     ),
     CallFormat(
         "llama3_json",

@@ -36,6 +36,11 @@ def typed(text: str, schema: Schema | None, root: Schema, *, unknown: str = "str
     return text
 
 
+def is_text(schema: Schema | None, root: Schema) -> bool:
+    """Return True if a parameter's value is, or may be, any text."""
+    return schema is None or "string" in set(_kinds(schema, root, _DEPTH))
+
+
 def _number(word: str, kinds: set[str]) -> int | float | None:
     if _INTEGER.fullmatch(word):
         return _int(word)

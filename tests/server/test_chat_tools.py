@@ -1,0 +1,85 @@
+"""Tools and messages that a chat template does not take as they are: what the model gets, what the headers say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_calls import CHAT, USER, post
+
+from fakes import CHATML, FakeEngine, Reply, make_tokenizer
+from proa.text.tokenizer import Tokenizer
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"properties": {"zip": {"type": "string"}}}}}
+]
+CALL = 'So:\n<tool_call>\n{"name": "get_weather", "arguments": {"zip": "007"}}\n</tool_call>'
+STRICT = (
+    "{% for m in messages %}{% if loop.index0 and m.role == 'system' %}{{ raise_exception('late') }}{% endif %}"
+    "{% endfor %}" + CHATML
+)
+
+
+def test_tools_in_a_system_message(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode(CALL)))
+    answer = post(tokenizer, CHAT, engine, json={"messages": USER, "tools": TOOLS})
+    assert answer.headers["x-proa-tools"] == "system-message"
+    assert "x-proa-messages" not in answer.headers
+    prompt = tokenizer.decode(engine.requests[0].tokens, skip_special_tokens=False)
+    assert prompt.startswith("<|im_start|>system\n# Tools")
+    assert json.dumps(TOOLS[0]["function"]) in prompt
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == "So:"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"zip": "007"}'}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_streamed_deltas(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode(CALL)))
+    body = {"messages": USER, "tools": TOOLS, "stream": True}
+    lines = post(tokenizer, CHAT, engine, json=body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "So:"
+    begun, arguments = (delta["tool_calls"] for delta in deltas if "tool_calls" in delta)
+    number = begun[0].pop("id")
+    assert number.startswith("call_")
+    assert begun == [{"index": 0, "type": "function", "function": {"name": "get_weather", "arguments": ""}}]
+    assert arguments == [{"index": 0, "function": {"arguments": '{"zip": "007"}'}}]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_tools_nothing_is_rewritten(tokenizer: Tokenizer) -> None:
+    answer = post(tokenizer, CHAT, FakeEngine(Reply(tokenizer.encode(CALL))), json={"messages": USER})
+    assert not {"x-proa-tools", "x-proa-messages"} & set(answer.headers)
+    assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+
+
+def test_messages_in_an_order_that_the_template_refuses(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_tokenizer(tmp_path, STRICT))
+    engine = FakeEngine(Reply(tokenizer.encode("Hi")))
+    late = {"role": "developer", "content": "Be brief."}
+    answer = post(tokenizer, CHAT, engine, json={"messages": [*USER, late]})
+    assert answer.headers["x-proa-messages"] == "merged"
+    prompt = tokenizer.decode(engine.requests[0].tokens, skip_special_tokens=False)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": TOOLS, "functions": []}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "now"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "no"}}}, "tool_choice"),
+    ],
+)
+def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    answer = post(tokenizer, CHAT, json={"messages": USER, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
