@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from proa.errors import UsageError
 from proa.models.ranks import Mesh, Part, Rank, divide
 from proa.models.spec import Attention, Block, GatedDeltaNet, LatentAttention, Mlp, Model, Moe, Rope, Router
+from proa.plan.packed_size import packed_size
+from proa.plan.placement import moe_layers
+from proa.plan.vram import vram_demand
 from rank_runs import meshes
 from tiny import TINY, tiny_spec
 
@@ -231,3 +234,18 @@ def test_refusals_have_numbers_and_a_remedy(mesh: Mesh, numbers: str, remedy: st
 def test_shares_are_positive(shares: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(UsageError, match="must be above 0"):
         Mesh(shares)
+
+
+@pytest.mark.parametrize("mesh", [equal(2), Mesh(((1,), (1,), (1,))), Mesh(((1, 1), (1, 1)), 1)], ids=str)
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "qwen3-next", "llama2", "smollm2"])
+def test_ranks_are_planned_like_models(family: str, mesh: Mesh) -> None:
+    """The planner's formulas take a rank's spec; ranks together hold the experts once, and the rest at least once."""
+    spec = tiny_spec(family)
+    specs = [rank.spec for rank in divide(spec, mesh)]
+    whole, *parts = (packed_size(of, {name: "BF16" for name, _ in of.params()}).total_bytes for of in (spec, *specs))
+    assert max(parts) < whole <= sum(parts)
+    experts = [sum(layer.total_bytes for layer in moe_layers(of, {})) for of in (spec, *specs)]
+    if mesh.expert_groups is None:  # by width, rows are padded to panels
+        assert sum(experts[1:]) == experts[0]
+    needs = [vram_demand(of, 16, 4, 512, False, {}).page_bytes for of in (spec, *specs)]
+    assert max(needs[1:]) <= needs[0] <= sum(needs[1:])

@@ -49,10 +49,8 @@ class GrammarChecker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for process in self._idle:
-            process.kill()
-            await process.wait()
-        self._idle = []
+        while self._idle:
+            await _end(self._idle.pop(), kill=True)
 
     def _forget_oldest(self) -> None:
         while self._kept_bytes > KEPT_BYTES and len(self._verdicts) > 1:
@@ -64,27 +62,50 @@ class GrammarChecker:
 
     async def _try(self, constraint: Constraint) -> Verdict:
         async with self._places:
-            process = self._idle.pop() if self._idle else await _start()
-            line: bytes | None = None
-            try:
-                line = await asyncio.wait_for(_ask(process, constraint), self._timeout_s)
-            except TimeoutError:
-                return _refusal(constraint, f"it takes more than {self._timeout_s:g} s to compile")
-            finally:
-                if line is None:
-                    process.kill()
-                if line:
-                    self._idle.append(process)
-                else:
-                    await process.wait()
-            return msgspec.json.decode(line, type=Verdict) if line else _refusal(constraint, "compiling it failed")
+            line: bytes | None = b""
+            if self._idle:
+                line = await self._answer(self._idle.pop(), constraint)
+            if line == b"":  # also if the idle process had ended for another reason
+                line = await self._answer(await _start(), constraint)
+        if line is None:
+            return _refusal(constraint, f"it takes more than {self._timeout_s:g} s to compile")
+        return msgspec.json.decode(line, type=Verdict) if line else _refusal(constraint, "compiling it failed")
+
+    async def _answer(self, process: Process, constraint: Constraint) -> bytes | None:
+        """The process's answer; b"" if it ended, None if it took too long. It is idle again or has ended then."""
+        line: bytes | None = None
+        try:
+            line = await asyncio.wait_for(_ask(process, constraint), self._timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            if line:
+                self._idle.append(process)
+            else:
+                await _end(process, kill=line is None)
+        return line
 
 
 async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(
+    """Start a process and wait until it is ready: its imports do not count as compiling."""
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proa.grammar.trial"),
         stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=child_environ(),
     )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        await process.stdout.readline()
+    except asyncio.CancelledError:
+        await _end(process, kill=True)
+        raise
+    return process
+
+
+async def _end(process: Process, *, kill: bool) -> None:
+    if kill:
+        with suppress(ProcessLookupError):
+            process.kill()
+    await process.wait()
 
 
 async def _ask(process: Process, constraint: Constraint) -> bytes:

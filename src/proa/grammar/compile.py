@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from proa.errors import RequestError
@@ -32,6 +33,18 @@ def compiled(constraint: Constraint, tree: LLTokenizer, special: Mapping[str, in
     if constraint.kind == "json":
         place = ".".join((place, *_place(read_schema(constraint), why)))
     raise RequestError(f"{place}: {_told(why)}.", "Remove or change it.", param=place)
+
+
+def follow(parser: LLMatcher, tree: LLTokenizer, num_tokens: int) -> None:
+    """Compute the masks of a text of up to `num_tokens` allowed tokens, because most of a grammar is compiled then. The
+    parser may be in error afterwards; else it stands after the text."""
+    mask = np.zeros(tree.vocab_size // 32 + 1, np.int32)
+    for i in range(num_tokens):
+        parser.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * -(-tree.vocab_size // 32))
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[allowed != tree.eos_token]
+        if parser.is_error() or not len(allowed) or not parser.consume_token(int(allowed[7919 * i % len(allowed)])):
+            return
 
 
 def _told(why: str) -> str:

@@ -1,7 +1,7 @@
 """Compiles constraints in a process that may crash or hang: `python -m proa.grammar.trial`. Never: the answer's masks.
 
-Reads one Constraint as JSON per line, writes one Verdict per line. The stack is smaller than that of the engine's
-threads, so a grammar that passes here does not overflow there.
+Writes a line when it is ready; then reads one Constraint as JSON per line and writes one Verdict per line. The stack is
+smaller than that of the engine's threads, so a grammar that passes here does not overflow there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from proa.errors import RequestError
-from proa.grammar.compile import compiled
+from proa.grammar.compile import compiled, follow
 from proa.types import Constraint
 
 STACK_BYTES = 2 << 20
@@ -34,13 +34,7 @@ def verdict(constraint: Constraint, tree: LLTokenizer) -> Verdict:
     """Compile a constraint and follow one text through its grammar, because llguidance compiles lazily."""
     try:
         parser = compiled(constraint, tree, {})
-        for i in range(TRIED_TOKENS):
-            mask = parser.compute_bitmask()
-            if parser.is_error():
-                break
-            allowed = [t for t in range(tree.vocab_size) if mask[t // 8] >> t % 8 & 1 and t != tree.eos_token]
-            if not allowed or not parser.consume_token(allowed[7919 * i % len(allowed)]):
-                break
+        follow(parser, tree, TRIED_TOKENS)
         if parser.is_error():
             why = parser.get_error().partition("\n")[0].strip()
             raise RequestError(
@@ -55,6 +49,8 @@ def verdict(constraint: Constraint, tree: LLTokenizer) -> Verdict:
 def _serve() -> None:
     tree = LLTokenizer("byte")
     decoder, encoder = msgspec.json.Decoder(Constraint), msgspec.json.Encoder()
+    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.flush()
     while line := sys.stdin.buffer.readline():
         sys.stdout.buffer.write(encoder.encode(verdict(decoder.decode(line), tree)) + b"\n")
         sys.stdout.buffer.flush()

@@ -87,7 +87,7 @@ def _stack(name: str) -> str:
 
 @functools.cache
 def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
-    if len(shape) != 2:
+    if len(shape) != 2 or 0 in shape:
         return prod(shape) * 4
     if table:
         return prod(shape) * 2
