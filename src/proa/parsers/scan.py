@@ -37,21 +37,21 @@ class Scanner:
         self._marks.update(len(self.text) + offset for offset in markers)
         self.text += text
 
-    def find(self, wanted: Collection[str], start: int = 0, *, final: bool) -> tuple[int, str | None]:
+    def find(self, wanted: tuple[str, ...], start: int = 0, *, final: bool) -> tuple[int, str | None]:
         """Return (position, marker) of the first marker of `wanted` from `start` on. Without a complete one the marker
         is None, and the text before the position belongs to none; with `final` that is all text."""
-        names = _by_length(tuple(wanted))
+        names = _by_length(wanted)
         at, name = self._complete(names, start)
         held = len(self.text) if final else self._incomplete(names, start)
         if held < len(self.text) and held <= at:
             return held, None
         return at, name
 
-    def at_start(self, wanted: Collection[str], *, final: bool) -> tuple[int, str | None] | None:
+    def at_start(self, wanted: tuple[str, ...], *, final: bool) -> tuple[int, str | None] | None:
         """Return (position, marker) if the text is whitespace and then one of `wanted`; marker None if more text must
         decide. Return None if the text begins otherwise."""
         start = len(self.text) - len(self.text.lstrip())
-        names = _by_length(tuple(wanted))
+        names = _by_length(wanted)
         if not final and any(self._may_begin(name, start) for name in names):
             return start, None
         name = next((name for name in names if self._is_at(name, start)), None)
@@ -80,8 +80,11 @@ class Scanner:
     def _incomplete(self, names: tuple[str, ...], start: int) -> int:
         """Return the first position from which the text may be the beginning of a marker; the length if none."""
         begin = max(start, len(self.text) - max(map(len, names), default=1) + 1)
-        possible = (at for at in range(begin, len(self.text)) if any(self._may_begin(name, at) for name in names))
-        return next(possible, len(self.text))
+        first, text = _first_characters(names), self.text
+        for at in range(begin, len(text)):
+            if text[at] in first and any(self._may_begin(name, at) for name in names):
+                return at
+        return len(text)
 
     def _may_begin(self, name: str, at: int) -> bool:
         """Return True if the text from `at` to its end is a proper prefix of the marker."""
@@ -93,6 +96,11 @@ class Scanner:
 @cache
 def _by_length(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(names, key=len, reverse=True))
+
+
+@cache
+def _first_characters(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name[0] for name in names)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,6 +85,7 @@ class TaggedAnswer:
         self._reasoning = _Said(Reasoning, self._events)
         self._state: _State = "start"
         self._in_section = False
+        self._wanted: dict[tuple[_State, bool], tuple[str, ...]] = {}  # what _inner_markers returned
         self._pair: Pair | None = None  # of the call in "call"
         self._opening = ""  # its delimiter
         self._searched = 0  # characters of it without a closing delimiter
@@ -149,7 +150,11 @@ class TaggedAnswer:
         return True
 
     def _step_text(self, final: bool) -> bool:
-        length, marker = self._scanner.find(self._inner_markers(), final=final)
+        key = (self._state, self._in_section)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            wanted = self._wanted[key] = self._inner_markers()
+        length, marker = self._scanner.find(wanted, final=final)
         self._said().say(self._scanner.cut(length))
         if marker is None:
             return False
@@ -203,7 +208,7 @@ class TaggedAnswer:
         assert self._pair is not None
         return [(c, dump_json(c.arguments)) for c in self._pair.read(self._scanner.text[:length], self._tools)]
 
-    def _opening_markers(self) -> Collection[str]:
+    def _opening_markers(self) -> tuple[str, ...]:
         """Delimiters that count at the start of text, or of reasoning (where a second opening one is dropped)."""
         think = () if self._think is None else (self._think.open,)
         if self._state == "reasoning start":
@@ -212,7 +217,7 @@ class TaggedAnswer:
         pairs = () if self._format is None else self._format.pairs
         return (*think, *closing, *(pair.open for pair in pairs if pair.opens_answer))
 
-    def _inner_markers(self) -> Collection[str]:
+    def _inner_markers(self) -> tuple[str, ...]:
         """Delimiters that count in the middle of text or reasoning: all that are tokens of the vocabulary. Of others
         not those that begin reasoning, of which an answer may speak, nor those that close what is not open."""
         wanted = [self._think.close] if self._think is not None and self._state == "reasoning" else []
@@ -223,7 +228,7 @@ class TaggedAnswer:
             wanted += [begin for begin, _ in self._format.sections]
             wanted += [end for _, end in self._format.sections if self._in_section]
             candidates += self._format.markers
-        return dict.fromkeys([*wanted, *(m for m in candidates if self._anchors.get(m) is not None)])
+        return tuple(dict.fromkeys([*wanted, *(m for m in candidates if self._anchors.get(m) is not None)]))
 
     def _meet(self, marker: str) -> None:
         """Go on after a delimiter, which was removed; a token of the format that closes nothing is dropped."""
