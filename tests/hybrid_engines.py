@@ -95,7 +95,7 @@ def load_split(
             if cuda
             else reference(torch.bfloat16, hybrid.new_experts)
         )
-        model = Decoder(spec, ops)
+        model, device_ops = Decoder(spec, ops), _cuda("ops.cuda_device").device_ops(at) if cuda else None
         targets = {
             name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target
             for name, target in model.parameters()
@@ -105,14 +105,16 @@ def load_split(
         def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
             if not cuda:
                 return HostTransport(pool, layers, size, way=split.way)
-            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at, way=split.way)
+            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(
+                pool, layers, size, at, device_ops, way=split.way
+            )
             return doorbell
 
         chosen = top_k(spec)
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
-            spaces = gpu.GpuSpaces(limits.rows, chosen)
-            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces.of(memory), faults)  # noqa: E731
+            spaces = gpu.GpuSpaces(device_ops, limits.rows, chosen)
+            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces, faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
         registered = _cuda("hybrid.pinning").register(ram.spans(), at) if cuda and split.in_place else None
@@ -126,7 +128,8 @@ def load_split(
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True)
         queue = _cuda("engine.executors.device_queue").CudaQueue(at)
-        executor: Executor[Any] = _cuda("engine.executors.graphs").GraphExecutor(model, caches, limits, queue, hybrid)
+        graphs = _cuda("engine.executors.graphs")
+        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queue, device_ops, hybrid)
         return executor
 
     return Loaded(spec, make)

@@ -21,19 +21,20 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from proa.machine.cost.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.machine.cost.heat import Heat
 from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.moves import Moves
 from proa.hybrid.pinning import register
 from proa.hybrid.slots import Slot
+from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.heat import Heat
 from proa.native.doorbell import Service
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Rows, moe
+from proa.ops.cuda_device import device_ops
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
@@ -63,10 +64,10 @@ class Model:
             f"{self.registered.nbytes / 1e9:.1f} GB {self.registered.why}, in place: {self.registered.in_place}, "
             f"{self.registered.nbytes / 1e9 / (time.perf_counter() - begin):.1f} GB/s"
         )
-        self.spaces = GpuSpaces(8, TOP_K)
+        self.spaces = GpuSpaces(device_ops(DEVICE), 8, TOP_K)
         parts = Parts(
-            lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces.of(memory), faults),
-            lambda of, size: GpuTransport(pool, of, size, DEVICE, Service(cpus=(cpu,))),
+            lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces, faults),
+            lambda of, size: GpuTransport(pool, of, size, DEVICE, self.spaces.ops, Service(cpus=(cpu,))),
             lambda: Copiers(GpuCopier(DEVICE), GpuCopier(DEVICE)),
             InPlaceRates(1.0, 0.0),  # shares are set here
         )
@@ -166,7 +167,7 @@ def rates(model: Model) -> None:
     print(f"the CPU alone reads {reading.stop() / 1e9:6.1f} GB/s")
     memory = model.layers[0]
     for at_once in range(1, TOP_K + 1):
-        read = ReadInPlace(memory, model.spaces.of(memory), at_once)
+        read = ReadInPlace(memory, model.spaces, at_once)
         alone = read.read().gpu_bytes_per_s
         reading = Reading(model)
         time.sleep(0.2)

@@ -29,6 +29,7 @@ from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
+from proa.ops.device_table import DeviceOps
 from proa.ops.sizes import buckets
 from proa.ops.table import LayerCache
 from proa.sampling.choose import SampledToken
@@ -62,7 +63,7 @@ class GraphExecutor:
 
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
-        session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
+        ops: DeviceOps, session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""
@@ -70,7 +71,7 @@ class GraphExecutor:
         self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
-        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, kept_blocks)
+        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)

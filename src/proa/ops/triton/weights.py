@@ -15,21 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops import draws
 from proa.ops.sizes import EDIT_WORDS, parts_of
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
 
-# Bins of log-weights per nat below the most likely token; the last of the LOGIT_BINS bins ends below 2**-41.
-BINS_PER_NAT: tl.constexpr = tl.constexpr(18.0)
+BINS_PER_NAT: tl.constexpr = tl.constexpr(draws.BINS_PER_NAT)
 BEST_WEIGHT: tl.constexpr = tl.constexpr(1099511627776.0)  # 2**40
 NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite
 
-# Kinds of jobs: argmax, sampling from the whole distribution, sampling after a cut (top_k, top_p, min_p).
-BEST, WHOLE, CUT = 0, 1, 2
-IS_BEST: tl.constexpr = tl.constexpr(BEST)
-IS_CUT: tl.constexpr = tl.constexpr(CUT)
+IS_BEST: tl.constexpr = tl.constexpr(draws.BEST)
+IS_CUT: tl.constexpr = tl.constexpr(draws.CUT)
 
 
 @triton.jit
@@ -143,22 +141,7 @@ def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr
 EDITS = 256  # edits per program
 
 
-class Space:
-    """Device buffers that the passes over up to `jobs` rows of `vocab` logits exchange."""
-
-    def __init__(self, jobs: int, vocab: int, most_kept: int, device: torch.device) -> None:
-        """most_kept: most candidates of a cut; rows with more are sampled on the CPU."""
-        parts = parts_of(vocab)
-        self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
-        self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
-        self.counts = torch.zeros(jobs, BINS, dtype=torch.int32, device=device)
-        self.found = torch.zeros(jobs, dtype=torch.int32, device=device)
-        wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
-        self.kept_keys, self.kept_weights, self.before = wide
-        self.ranks = torch.zeros(jobs, most_kept, dtype=torch.int32, device=device)
-
-
-def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
+def check_logits(logits: Tensor, jobs: int, space: draws.DrawSpace) -> None:
     """Raise ValueError for logits that the kernels would misread."""
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 with contiguous rows, not {logits.dtype}, strides {logits.stride()}")
@@ -166,7 +149,7 @@ def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
         raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
 
 
-def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space) -> None:
+def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: draws.DrawSpace) -> None:
     """Fill space.keys (largest key per part), space.masses (sum of weights per part, int64; not for BEST) and
     space.counts (for CUT: histogram of log-weights).
 
