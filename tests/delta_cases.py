@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from delta_chunk_bounds import CHUNK, EPS32, chunk_errors
-from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
+from proa.ops.caches import RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights
 
 
 @dataclass(frozen=True)

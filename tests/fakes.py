@@ -21,6 +21,7 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.processes.handle import EngineState
 from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
+from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 
@@ -62,9 +63,11 @@ class FakeEngine:
     in_flight: set[str] = field(default_factory=set)
     most_in_flight: int = 0
     closed: bool = False
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self) -> None:
         self._settled = asyncio.Event()  # set when the state is no longer "loading"
+        self._ended = asyncio.Event()
         if self.state != "loading":
             self._settled.set()
 
@@ -79,6 +82,7 @@ class FakeEngine:
         self.failure = error or EngineDead("The engine process died (exit code -9).", "See its log.")
         self.state = "failed"
         self._settled.set()
+        self._ended.set()
 
     # ---- EngineHandle ----
 
@@ -94,6 +98,9 @@ class FakeEngine:
             prefill_threads=2,
             peak_rss_bytes=1,
         )
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self._admit(request)
@@ -111,10 +118,14 @@ class FakeEngine:
             if request.id not in self.finished:
                 self.aborted.append(request.id)
 
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
     async def close(self) -> None:
         self.closed = True
         self.state = "stopped"
         self._settled.set()
+        self._ended.set()
 
     # ---- inside ----
 

@@ -14,8 +14,9 @@ from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
+from proa.ops.caches import Caches
 from proa.ops.cuda_device import device_ops
-from proa.ops.table import AttentionBatch, LayerCache
+from proa.ops.table import AttentionBatch
 
 
 class HostQueue:
@@ -98,7 +99,7 @@ def _live(step: Step) -> tuple[int, Step]:
 
 
 def host_executor(
-    decoder: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, *, kept_blocks: Sequence[int] = ()
+    decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = ()
 ) -> GraphExecutor:
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
     queue = HostQueue()

@@ -8,22 +8,10 @@ from torch import Tensor
 from proa.models.spec import SILU, Gating
 from proa.native.pool import Pool
 from proa.ops import reference
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import (
-    Angles,
-    AttentionBatch,
-    Chosen,
-    DeltaInputs,
-    DeltaWeights,
-    KvPages,
-    LatentPages,
-    Maps,
-    Norm,
-    Parameters,
-    RecurrentState,
-    RouterRule,
-)
+from proa.ops.table import Angles, AttentionBatch, Chosen, DeltaInputs, DeltaWeights, Maps, Norm, Parameters, RouterRule
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+
+from proa.models.families import declare
+from proa.models.spec import Model
 
 
 class TinyModel(NamedTuple):
@@ -161,6 +166,17 @@ TINY: dict[str, TinyModel] = {
             truncate=False,
         ),
     ),
+    "granite-moe": _model(
+        "GraniteMoeForCausalLM",
+        intermediate_size=24,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=1.7,
+        rope_parameters=_rope(1e4),
+    ),
     "mixtral": _model(
         "MixtralForCausalLM",
         num_local_experts=8,
@@ -246,7 +262,7 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
             continue
         _, layer, part = stem.split(".", 2)
         block = f"blocks.{layer}"
-        if part != "mlp.experts":
+        if not part.endswith(".experts"):
             values = tensor.view(-1) if kind == _CORRECTION else tensor  # ERNIE's are [1, E]
             found[f"{block}.{_INNER[part]}.{_VECTORS.get(kind, kind)}"] = values
             continue
@@ -272,6 +288,7 @@ _INNER = {
     **{f"self_attn.{p}_norm": f"mixer.{p}_norm" for p in "qk"},
     **{f"mlp.{p}_proj": f"ffn.{p}" for p in ("gate", "up", "down")},
     "mlp.gate": "ffn.router",
+    "block_sparse_moe.router": "ffn.router",
     "mlp": "ffn.router",  # MiniMax's correction
     "mlp.router": "ffn.router",
     "self_attn": "mixer",
@@ -288,3 +305,12 @@ _INNER = {
     "linear_attn.norm": "mixer.norm",
     "linear_attn.out_proj": "mixer.out",
 }
+
+
+@functools.cache
+def tiny_spec(name: str) -> Model:
+    """The spec of a tiny model, from its config alone."""
+    architecture, config = TINY[name]
+    settings = getattr(transformers, architecture).config_class(**config)
+    values = json.loads(settings.to_json_string(use_diff=False))
+    return declare(values | {"architectures": [architecture]}).spec

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
-    "layers", "cache", "sampling", "plan", "engine", "text", "parsers", "llm", "server", "bench", "cli",
+    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "llm", "server", "bench", "cli",
 )  # fmt: skip
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
@@ -27,7 +27,7 @@ ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc
 NO_TORCH = (
     "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
     "weights/quantised", "demo",
-    "hub", "plan", "text", "parsers", "llm", "server", "bench", "cli", "cache/pages", "cache/radix",
+    "hub", "plan", "grammar", "text", "parsers", "llm", "server", "bench", "cli", "cache/pages", "cache/radix",
     "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
     "engine/processes/client",
 )  # fmt: skip

@@ -1,8 +1,15 @@
-"""Every Triton kernel compiles for every architecture, without a GPU. Run: python tools/check_kernels.py [module...]
+"""Every Triton kernel compiles for every architecture, without a GPU.
+
+Run: python tools/check_kernels.py [--all] [--record] [module...]
 
 Each module of proa.ops.triton that has `variants()` names what its launchers use; each variant is compiled for sm_75
-to sm_120, and the shared memory of a block compared with what that architecture gives. What is compiled is kept (in
-~/.triton/cache/checked), so that a second run only reads.
+to sm_120, and the shared memory of a block compared with what that architecture gives. Compiled kernels are kept in
+~/.triton/cache/checked.
+
+Compiling all of them takes two cores eight minutes. tools/kernels_passed.txt therefore lists the fingerprints of
+variants that passed: a hash of Triton's version, the compile options and the kernel's IR (TTIR) for each architecture.
+A listed variant is not compiled again, except for SPOT_CHECKS chosen at random. --all compiles every variant; --record
+writes the list if nothing failed.
 
 Where the optimised LLVM code for an architecture is that of an older one, the rest of the compiler has passed it:
 PTX of an older architecture is PTX of every newer one.
@@ -10,9 +17,12 @@ PTX of an older architecture is PTX of every newer one.
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import importlib
 import os
 import pkgutil
+import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
@@ -22,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 KIB = 1024
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may ask for
 PACKAGE = "proa.ops.triton"
+RECORD = Path(__file__).parent / "kernels_passed.txt"
+SPOT_CHECKS = 6
 
 
 def attributes(variant) -> dict[tuple[int], list[list[object]]]:
@@ -57,8 +69,50 @@ class Passed:
         return "", ""
 
 
-def compiled(variant, capability: int, passed: Passed):
-    """For one architecture. Raises whatever the compiler does."""
+class Lowered(Exception):
+    """Stops a compilation once the kernel's IR is made. Its argument is the IR's text, without source positions."""
+
+
+def stop_at_ir(*asked) -> tuple[str, str]:
+    """See Passed.skip. The key differs from that of a whole compilation, whose result may be in the cache."""
+    if not asked:
+        return "ir", "ir"
+
+    def stop(module, metadata) -> None:
+        raise Lowered(module.str_nodebug())
+
+    asked[1]["ttgir"] = stop
+    return "ir", "ir"
+
+
+def fingerprint(variant) -> str:
+    """Hash of everything that the check of a variant depends on; empty if the kernel cannot be lowered."""
+    import triton
+
+    found = [triton.__version__, str(variant.warps), str(variant.stages), str(variant.shared_kib)]
+    for capability in architectures(variant):
+        try:
+            compiled(variant, capability, stop_at_ir)
+        except Lowered as lowered:
+            found += [str(capability), str(SHARED_BYTES[capability]), *lowered.args]
+        except Exception:  # noqa: BLE001 - the check itself reports it
+            return ""
+        else:
+            return ""  # Triton 3.6 has no key for the hook: the result came from the cache
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:24]
+
+
+def architectures(variant) -> list[int]:
+    """The architectures that a variant is meant for."""
+    return [
+        capability
+        for capability, limit in SHARED_BYTES.items()
+        if variant.least <= capability <= (variant.newest or capability) and limit >= variant.shared_kib
+    ]
+
+
+def compiled(variant, capability: int, hook):
+    """For one architecture. hook: of Triton's, such as Passed.skip. Raises whatever the compiler does."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -69,8 +123,14 @@ def compiled(variant, capability: int, passed: Passed):
     }
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes(variant))
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    knobs.runtime.add_stages_inspection_hook = passed.skip
+    knobs.runtime.add_stages_inspection_hook = hook
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def fingerprint_of(module: str, index: int) -> str:
+    variant = list(importlib.import_module(module).variants())[index]
+    strange = set(variant.kernel.arg_names) ^ {*variant.types, *variant.constants}
+    return "" if strange else fingerprint(variant)
 
 
 def check(module: str, index: int) -> tuple[str, list[str]]:
@@ -85,11 +145,10 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
         return name, [f"{name}: the variant and the kernel's arguments differ in {', '.join(sorted(strange))}"]
     most, found, passed = 0, [], Passed()
     failed: dict[str, list[str]] = {}  # by what the compiler says, the architectures
-    for capability, limit in SHARED_BYTES.items():
-        if not variant.least <= capability <= (variant.newest or capability) or limit < variant.shared_kib:
-            continue
+    for capability in architectures(variant):
+        limit = SHARED_BYTES[capability]
         try:
-            used = compiled(variant, capability, passed).metadata.shared
+            used = compiled(variant, capability, passed.skip).metadata.shared
         except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(f"sm_{capability}")
             continue
@@ -112,6 +171,7 @@ def work(modules: list[str]) -> list[tuple[str, int]]:
 
 
 def main(arguments: list[str]) -> int:
+    asked = parse(arguments)
     if find_spec("triton") is None:
         print("kernels: there is no Triton here to compile them; run: pip install 'triton>=3.6'")
         return 1
@@ -120,15 +180,35 @@ def main(arguments: list[str]) -> int:
     cache = os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")
     os.environ["TRITON_CACHE_DIR"] = str(Path(cache, "checked"))
     sys.path.insert(0, str(ROOT / "src"))
-    todo = work(arguments or modules_of_kernels())
+    todo = work(asked.modules or modules_of_kernels())
+    known = set(RECORD.read_text().split()) if RECORD.exists() and not asked.all else set()
     found: list[str] = []
     with ProcessPoolExecutor(os.cpu_count()) as workers:
-        for line, problems in workers.map(check, *zip(*todo, strict=True)) if todo else ():
+        marks = list(workers.map(fingerprint_of, *zip(*todo, strict=True))) if todo else []
+        again = random.sample(range(len(todo)), min(SPOT_CHECKS, len(todo)))
+        chosen = [job for i, job in enumerate(todo) if marks[i] not in known or i in again]
+        for line, problems in workers.map(check, *zip(*chosen, strict=True)) if chosen else ():
             print(line, flush=True)
             found += problems
+    if asked.record and not found:
+        RECORD.write_text("".join(f"{mark}\n" for mark in sorted({*marks} - {""})))
     span = f"sm_{min(SHARED_BYTES)} to sm_{max(SHARED_BYTES)}"
-    print("\n".join(found) or f"kernels: {len(todo)} variants compile for {span}")
+    passed = len(todo) - len(chosen)
+    print("\n".join(found) or f"kernels: {len(todo)} variants compile for {span} ({passed} had passed before)")
+    if len(chosen) > SPOT_CHECKS and not (asked.modules or asked.all or asked.record or found):
+        print(f"kernels: {len(chosen)} variants were compiled; add them: python tools/check_kernels.py --record")
     return bool(found)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel for every architecture, without a GPU.")
+    parser.add_argument("modules", nargs="*", metavar="module")
+    parser.add_argument("--all", action="store_true", help="also variants that passed before")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    asked = parser.parse_args(arguments)
+    if asked.record and asked.modules:
+        parser.error("--record writes the list of all modules: name none")
+    return asked
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from proa.ops.sizes import attention_floats, attention_splits, argmax_keys
-from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.caches import KvPages
+from proa.ops.sizes import argmax_keys, attention_floats, attention_splits
+from proa.ops.table import Angles, QkNorm
 from proa.ops.triton import argmax, attention, heads, norm
 
 PAGE_TOKENS = 16

@@ -15,12 +15,13 @@ from gpu_attention import copy_bandwidth, microseconds
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from proa.ops.caches import RecurrentState
 from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import DELTA_CHUNK as CHUNK
 from proa.ops.sizes import delta_chunk_floats
-from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
 from proa.ops.triton import delta
-from proa.ops.triton.delta_chunks import ChunkTile, Chunks, shape_for
+from proa.ops.triton.delta_chunks import Chunks, ChunkTile, shape_for
 
 GROUPS, MEMBERS, DIM, TAPS, LAYERS = 16, 2, 128, 4, 36
 HEADS, CHANNELS = GROUPS * MEMBERS, (2 + MEMBERS) * GROUPS * DIM

@@ -14,10 +14,11 @@ import torch
 from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds, processors, rand
 from torch import Tensor
 
+from proa.ops.caches import LatentPages
 from proa.ops.cuda_latent import CudaLatentMaps
 from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
-from proa.ops.table import Angles, LatentPages, Norm
+from proa.ops.table import Angles, Norm
 from proa.ops.triton import latent_attention
 from proa.ops.triton.latent_attention import TileShape
 from proa.ops.triton.latent_store import latent_store

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from proa.models.spec import Router
 from proa.ops.added import Added
+from proa.ops.caches import KvPages
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.sizes import attention_floats, attention_splits
-from proa.ops.table import Angles, KvPages, QkNorm, RouterRule
+from proa.ops.table import Angles, QkNorm, RouterRule
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts

@@ -14,14 +14,14 @@ import torch
 
 from proa.cache.pool import allocate_pool, copy_states
 from proa.models.spec import Block, GatedDeltaNet, Mlp, Model
-from proa.ops.table import LayerCache
+from proa.ops.caches import Caches
 
 DELTA = GatedDeltaNet(2048, 16, 32, 128, 128, 4)
 MODEL = Model(2048, 64, (Block(DELTA, Mlp(2048, 64)),) * 36, 1e-6, 1024)
 SLOTS, TIMES = 6, 30
 
 
-def measure(caches: tuple[LayerCache, ...], device: torch.device) -> tuple[float, float]:
+def measure(caches: Caches, device: torch.device) -> tuple[float, float]:
     """Seconds of the host, and until all is copied; medians."""
     host, whole = [], []
     for i in range(TIMES):

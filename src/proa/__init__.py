@@ -13,17 +13,31 @@ if TYPE_CHECKING:
     from proa.config.options import EngineOptions
     from proa.llm import LLM, AsyncLLM
     from proa.text.answer import Answer
-    from proa.types import Chat, SamplingParams
+    from proa.types import Chat, Constraint, SamplingParams, Tag, Tags
 
-__all__ = ["LLM", "Answer", "AsyncLLM", "Chat", "EngineOptions", "SamplingParams", "errors"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "AsyncLLM",
+    "Chat",
+    "Constraint",
+    "EngineOptions",
+    "SamplingParams",
+    "Tag",
+    "Tags",
+    "errors",
+]
 
 _HOME = {
     "LLM": "proa.llm",
     "AsyncLLM": "proa.llm",
     "Answer": "proa.text.answer",
     "Chat": "proa.types",
+    "Constraint": "proa.types",
     "EngineOptions": "proa.config.options",
     "SamplingParams": "proa.types",
+    "Tag": "proa.types",
+    "Tags": "proa.types",
 }
 
 

@@ -8,27 +8,59 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
+
+import msgspec
 
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
+from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
+from proa.grammar.checker import GrammarChecker
+from proa.parsers.calls import Tools
+from proa.parsers.choose import AUTO, Chosen, Model, choose
+from proa.parsers.events import AnswerParser
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
 from proa.text.answer import Answer, AnswerFold, require_complete
 from proa.text.choice import ChoiceStream
+from proa.text.conversation import Rendered, SystemTools, render
 from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, EngineRequest, SamplingParams
+from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
+
+_PROMPT_END_TOKENS = 64  # enough to see in which state a prompt leaves its answer
+
+
+class TextSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process needs to tokenise and check this model's requests."""
+
+    plan: Plan
+    tokenizer_path: str
+    chat_template: str | None
+    tool_call_parser: str
+    reasoning_parser: str
+    vocab_size: int
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
+
+    def choose_parser(self, tokenizer: Tokenizer) -> Chosen:
+        """Choose how answers are parsed. Raises UsageError for a parser that does not exist."""
+        return choose(self.tool_call_parser, self.reasoning_parser, _described(tokenizer, self.config))
 
 
 class AsyncLLM:
@@ -46,9 +78,12 @@ class AsyncLLM:
         vocab_size: int | None = None,
         config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
+        answers: Chosen | None = None,
     ) -> None:
         """Wrap a running engine; use `launch` to start one. `vocab_size` defaults to the tokenizer's; `config` and
-        `generation_config` are the checkpoint's JSON files. Raises ConfigError."""
+        `generation_config` are the checkpoint's JSON files; `answers`: how answers are parsed, by default chosen from
+        template and vocabulary. Raises ConfigError."""
+        self.source: TextSource | None = None
         self.plan = plan
         self.engine = engine
         self.tokenizer = tokenizer
@@ -56,6 +91,9 @@ class AsyncLLM:
         self.context_tokens = plan.context_tokens
         self.sampling_defaults = sampling_defaults(generation_config or {})
         eos = token_ids(*((c or {}).get("eos_token_id") for c in (config, generation_config)))
+        self._checker = GrammarChecker()
+        self._taught: asyncio.Task[None] | None = None  # gives the engine the vocabulary, once
+        self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
         self._rules = RequestRules(
             context_tokens=plan.context_tokens,
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -84,28 +122,57 @@ class AsyncLLM:
         return await cls.launch_prepared(prepared, options, own_thread=own_thread)
 
     @classmethod
-    async def launch_prepared(cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False) -> AsyncLLM:
-        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`.
-        Raises TokenizerError before the engine is started."""
+    async def launch_prepared(
+        cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False, restart: bool = False
+    ) -> AsyncLLM:
+        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`;
+        restart: start the engine again when it dies (RestartingEngine). Raises TokenizerError before the engine is
+        started."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
-        return cls(
-            prepared.plan,
-            await EngineClient.launch(prepared.plan, own_thread=own_thread),
-            tokenizer,
+        source = TextSource(
+            plan=prepared.plan,
+            tokenizer_path=str(path),
+            chat_template=options.model.chat_template,
+            tool_call_parser=options.model.tool_call_parser,
+            reasoning_parser=options.model.reasoning_parser,
             vocab_size=prepared.declared.spec.vocab,
-            config=checkpoint.config,
+            config=dict(checkpoint.config),
             generation_config=checkpoint.generation_config,
         )
+        tokenizer = await asyncio.to_thread(source.load_tokenizer)
+        answers = source.choose_parser(tokenizer)
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
+        engine: EngineHandle = await (RestartingEngine.launch(launch) if restart else launch())
+        return cls._of(source, engine, tokenizer, answers)
+
+    @classmethod
+    def without_engine(cls, source: TextSource) -> AsyncLLM:
+        """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
+        tokenizer = source.load_tokenizer()
+        return cls._of(source, cast(EngineHandle, None), tokenizer, source.choose_parser(tokenizer))
+
+    @classmethod
+    def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer, answers: Chosen) -> AsyncLLM:
+        llm = cls(
+            source.plan,
+            engine,
+            tokenizer,
+            vocab_size=source.vocab_size,
+            config=source.config,
+            generation_config=source.generation_config,
+            answers=answers,
+        )
+        llm.source = source
+        return llm
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids: a text, a Chat (rendered with the chat template), or a list of ids (returned
         as is). Raises RequestError."""
         if isinstance(prompt, Chat):
             _check_messages(prompt.messages)
-            return self.tokenizer.encode_chat(prompt)
+            return self.tokenizer.encode(self.render(prompt).text, add_special_tokens=False)
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple):
@@ -116,14 +183,42 @@ class AsyncLLM:
             )
         return list(prompt)
 
+    def render(self, chat: Chat) -> Rendered:
+        """Render a conversation with the chat template, rewritten if the template needs it (text/conversation.py).
+        Raises RequestError."""
+        return render(self.tokenizer.render, chat, self._system_tools)
+
+    @cached_property
+    def _system_tools(self) -> SystemTools | None:
+        template, written = self.tokenizer.template, self.answers.system_call
+        return SystemTools(written, template.renders_calls) if written and template is not None else None
+
+    def answer_parser(self, chat: Chat, prompt_tokens: list[int]) -> AnswerParser:
+        """Make the parser of one answer to a conversation, which was rendered to these tokens. Calls are parsed if the
+        conversation has tools; else they stay text."""
+        end = self.tokenizer.decode(prompt_tokens[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        last = chat.messages[-1].get("content") if chat.continue_final_message else ""
+        calls = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
+        tools = Tools.of(chat.tools) if chat.tools else None
+        return self.answers.format.parser(tools, end, last if isinstance(last, str) else "", calls)
+
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Raise the RequestError or ContextLengthExceeded that `stream` would raise for this request."""
         self._rules.settle(prompt_tokens, params)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        markers: Mapping[int, str] = MappingProxyType({}),
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of all n choices as they are generated. Closing the generator aborts the request.
+
+        markers: tokens whose text is in the chunks though special tokens are skipped, and whose offsets are in
+        Chunk.markers; for parsers.
 
         Raises RequestError, ContextLengthExceeded, QueueFull, ResourceError, ShuttingDown, EngineDead.
         """
@@ -134,7 +229,9 @@ class AsyncLLM:
             )
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
-        sources = [self._choice(i, request, params) for i, request in enumerate(requests)]
+        if params.constraint is not None:
+            await self._prepare(params.constraint)
+        sources = [self._choice(i, request, params, markers) for i, request in enumerate(requests)]
         async with aclosing(merge(sources)) as chunks:
             async for _, chunk in chunks:
                 yield chunk
@@ -152,11 +249,26 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine; running requests finish with "abort"."""
+        await self._checker.close()
         await self.engine.close()
 
-    async def _choice(self, index: int, request: EngineRequest, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+    async def _prepare(self, constraint: Constraint) -> None:
+        """Refuse a constraint that cannot be compiled; give the engine the vocabulary before its first one."""
+        if self._taught is None:
+            self._taught = asyncio.create_task(self._teach())
+        await self._checker.check(constraint)
+        await asyncio.shield(self._taught)
+
+    async def _teach(self) -> None:
+        self.engine.learn(await asyncio.to_thread(self.tokenizer.vocabulary, self._rules.vocab_size))
+
+    async def _choice(
+        self, index: int, request: EngineRequest, params: SamplingParams, markers: Mapping[int, str]
+    ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one choice. Returning early, as after a stop string, aborts its sequence."""
-        choice = ChoiceStream(index, request, params, self.tokenizer.detokenizer(params.skip_special_tokens))
+        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens, kept=markers)
+        hidden = self.tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        choice = ChoiceStream(index, request, params, detokenizer, markers=markers, hidden=hidden)
         events = self.engine.generate(request)
         async with aclosing(events):
             async for event in events:
@@ -350,6 +462,17 @@ def _params_as_list(params: SamplingParams | Sequence[SamplingParams] | None, co
     if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
         raise UsageError(f"params is {params!r}.", "Give SamplingParams(...), or a list of them.", param="params")
     return list(params)
+
+
+def _described(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Model:
+    """Describe a model for the choice of its parsers."""
+    template = tokenizer.template
+    return Model(
+        template="" if template is None else template.source,
+        renders_tools=template is None or template.renders_tools,
+        added=tokenizer.added_tokens,
+        model_type=str(config.get("model_type", "")),
+    )
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:

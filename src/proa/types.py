@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -9,6 +11,74 @@ import msgspec
 from proa.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer's text must match, from its first to its last character.
+
+    text: a JSON Schema; a regular expression; a JSON list of strings; a grammar in Lark or GBNF syntax; Tags as JSON.
+    whitespace: regular expression of the text between two JSON tokens, `None`: a space, or a line break and up to 20
+    spaces or tabs. param: request field that it came from, for error messages. Use the class methods to make one.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar", "tags"]
+    text: str
+    whitespace: str | None = None
+    param: str = "constraint"
+
+    @classmethod
+    def json(cls, schema: object, *, whitespace: str | None = None, param: str = "constraint") -> Constraint:
+        """Demand JSON that a schema accepts: a dict, its text, or a pydantic model class. Raises RequestError."""
+        described = getattr(schema, "model_json_schema", None)
+        value = schema if described is None else described()
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{param}: the JSON Schema cannot be written as JSON: {error}.", param=param) from error
+        return cls(kind="json", text=text, whitespace=whitespace, param=param)
+
+    @classmethod
+    def regex(cls, pattern: str, *, param: str = "constraint") -> Constraint:
+        """Demand a full match of a regular expression (Rust's syntax, without look-around and back-references)."""
+        return cls(kind="regex", text=pattern, param=param)
+
+    @classmethod
+    def choice(cls, options: Sequence[str], *, param: str = "constraint") -> Constraint:
+        """Demand one of these texts."""
+        return cls(kind="choice", text=json.dumps(list(options), ensure_ascii=False), param=param)
+
+    @classmethod
+    def grammar(cls, text: str, *, param: str = "constraint") -> Constraint:
+        """Demand a text of a grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
+        return cls(kind="grammar", text=text, param=param)
+
+    @classmethod
+    def tags(cls, tags: Tags, *, param: str = "constraint") -> Constraint:
+        """Demand text with tags; see Tags."""
+        return cls(kind="tags", text=msgspec.json.encode(tags).decode(), param=param)
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """The text `begin`, then text that `content` (of any kind but tags) accepts, then the text `end`."""
+
+    begin: str
+    content: Constraint
+    end: str = ""
+
+
+class Tags(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence of tags, with `separator` between two.
+
+    triggers: texts that begins of tags start with. With triggers the tags stand in free text, where a trigger always
+    starts a tag; without triggers there is no other text. at_least, at_most: number of tags; with at_most the answer
+    ends after the last tag.
+    """
+
+    tags: tuple[Tag, ...]
+    triggers: tuple[str, ...] = ()
+    separator: str = ""
+    at_least: int = 1
+    at_most: int | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
+    constraint: Constraint | None = None
+    constraint_after: str = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -54,6 +126,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if any(not s for s in self.stop):
             raise RequestError("A stop string is empty.", "Remove it.", param="stop")
+        if self.constraint is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos is set beside a constraint, whose answer ends where the constraint is fulfilled.",
+                "Leave one of them out.",
+                param="ignore_eos",
+            )
         if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
             raise RequestError("A logit_bias value is out of range.", "Use -100 to 100.", param="logit_bias")
 
@@ -103,6 +181,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
+    constraint: Constraint | None = None
+    constraint_after: str = ""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -282,6 +282,30 @@ def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
             time.sleep(0.001)
 
 
+def test_a_killed_engine_is_replaced_three_times(folder: Path) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 500, "stream": True, "ignore_eos": True}
+    with serving(folder) as (server, report), httpx.Client(
+        base_url=report["url"], timeout=LIMIT_S, trust_env=False
+    ) as client:  # fmt: skip
+        for death in range(4):
+            (engine,) = engines_of(server.pid)
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                os.kill(engine, signal.SIGKILL)
+                killed_s = time.monotonic()
+                rest = "".join(lines)
+                assert time.monotonic() - killed_s < 5
+                assert '"code":"engine_dead"' in rest
+                assert "SIGKILL" in rest
+            if death < 3:
+                assert client.get("/health").json()["status"] == "restarting"
+                wait_for(lambda: client.get("/health").status_code == 200)
+        assert server.wait(LIMIT_S) == 6
+        assert server.stderr is not None
+        assert "died 4 times within 10 minutes" in server.stderr.read()
+
+
 @pytest.mark.parametrize("moment", ["loading", "answering"])
 def test_a_killed_server_leaves_no_engine(folder: Path, moment: str) -> None:
     command = programs.proa("serve", str(folder), "--port=0", "--json", "--dtype=bfloat16", "--gpu=sim:64MiB")

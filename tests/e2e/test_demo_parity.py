@@ -101,7 +101,9 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
             weights = probs.gather(-1, theirs)
             return theirs, weights / weights.sum(-1, keepdim=True) if rule.router.renormalise else weights
 
-        block.ffn._ops = replace(block.ffn._ops, choose=composed_choose(block.ffn._ops.add_norm, follow))
+        block.ffn._ops = replace(
+            block.ffn._ops, choose=composed_choose(block.ffn._ops.rms_norm, block.ffn._ops.add_norm, follow)
+        )
     return chosen, flips
 
 

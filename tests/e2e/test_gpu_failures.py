@@ -80,7 +80,7 @@ def test_death_under_load(
     layers = 3 if gpu.startswith("sim") else GPU_LAYERS
     folder = make_model(tmp_path / "tiny", max_position_embeddings=CONTEXT, num_hidden_layers=layers)
     flags = (f"--context={CONTEXT}", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny",
-             f"--doorbell={doorbell}")  # fmt: skip
+             f"--doorbell={doorbell}", "--no-restart")  # fmt: skip
     with serving(folder, *flags) as (process, report):
         assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
         (engine,) = engines_of(process.pid)

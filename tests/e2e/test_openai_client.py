@@ -350,7 +350,7 @@ def test_sigterm_lets_the_answer_finish(tmp_path: Path) -> None:
 
 
 def test_a_killed_engine_is_told_and_ends_the_server(tmp_path: Path) -> None:
-    with serve(tmp_path) as server, server.client as client:
+    with serve(tmp_path, "--no-restart") as server, server.client as client:
         stream = client.completions.create(
             model=MODEL, prompt="A", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
         )

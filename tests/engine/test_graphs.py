@@ -26,7 +26,7 @@ from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
 from proa.layers.decoder import Decoder
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, Sampling, TokenEvent
 from tiny import make_tiny
@@ -169,7 +169,7 @@ def test_a_sequence_with_nan_ends_alone(attention: Decoder) -> None:
 
 def poison(case: Case, name: str) -> None:
     assert isinstance(case.executor, GraphExecutor)
-    for cache in case.executor._caches:
+    for (cache,) in case.executor._caches:
         if isinstance(cache, KvPages):
             cache.keys[case.engine.scheduler._requests[name].pages] = torch.nan
 

@@ -13,7 +13,6 @@ from proa.cache.pool import allocate_pool, copy_states
 from proa.cache.radix import PrefixCache, PrefixNode
 from proa.cache.states import StateCopies
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
-from proa.ops.table import RecurrentState
 
 
 def filled(count: int = 3) -> StateCopies:
@@ -160,7 +159,7 @@ def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:
     mixers = (GatedDeltaNet(8, 1, 2, 4, 4, 3), Attention(8, 2, 1, 4, Rope(4)), GatedDeltaNet(8, 1, 2, 4, 8, 3))
     spec = Model(8, 16, tuple(Block(mixer, Mlp(8, 8)) for mixer in mixers), 1e-6, 64)
     caches = allocate_pool(spec, 2, 4, torch.float32, sequences=4)
-    tensors = [t for c in caches if isinstance(c, RecurrentState) for t in (c.rule, c.tail)]
+    tensors = [state for layer in caches for cache in layer for state in cache.states]
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in tensors]

@@ -16,7 +16,7 @@ from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.turns import PrefillTurns
 from proa.native.pool import Pool
-from proa.ops.table import KvPages
+from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
@@ -260,7 +260,7 @@ def test_prompt_logprobs_in_turns(kind: str, load: Callable[[str, str], Loaded])
 def poison(case: Case, name: str, first_page: int) -> None:
     """Set the keys of a request's pages from one of them on to NaN."""
     pages = case.engine.scheduler._requests[name].pages[first_page:]
-    for cache in case.executor._caches:  # type: ignore[attr-defined]
+    for (cache,) in case.executor._caches:  # type: ignore[attr-defined]
         if isinstance(cache, KvPages):
             cache.keys[pages] = torch.nan
     if torch.cuda.is_available():

@@ -34,7 +34,7 @@ from proa.ops import sizes
 from proa.ops.cuda_device import device_ops
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.experts import expert_space
-from proa.plan import vram
+from proa.plan import kernels, vram
 from proa.plan.budget import SCORED_ROWS
 
 META = torch.device("meta")
@@ -108,12 +108,12 @@ def test_attention_has_room_for_its_splits_on_any_gpu(kv_heads: int, running: in
         for sequences in sizes.buckets(running):
             splits = sizes.attention_splits(sequences, kv_heads, processors)
             need = 4 * sizes.attention_floats(sequences, 32, 128, splits)
-            assert need <= vram.partials_bytes(spec, running), (processors, sequences)
+            assert need <= kernels.partials_bytes(spec, running), (processors, sequences)
 
 
 def test_attention_of_many_sequences_is_cut_less() -> None:
     """The plan is not a product of the most of both."""
-    assert vram.partials_bytes(model(attention(4)), 256) < 2 * vram.partials_bytes(model(attention(4)), 4)
+    assert kernels.partials_bytes(model(attention(4)), 256) < 2 * vram.partials_bytes(model(attention(4)), 4)
 
 
 # ---- what an executor holds
@@ -207,4 +207,4 @@ def test_the_planned_demand_covers_all_buffers(mixer: Any, running: int) -> None
     )  # fmt: skip
     held += -on_host(logprobs) + 3 * 4 * of.head_rows * spec.vocab + 2 * of.rows * spec.hidden
     need = vram.vram_demand(spec, page_tokens, running, of.rows, False, {})
-    assert held + vram.partials_bytes(spec, running) <= need.workspace_bytes(context)
+    assert held + kernels.partials_bytes(spec, running) <= need.workspace_bytes(context)

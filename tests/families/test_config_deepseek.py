@@ -113,7 +113,7 @@ def test_deepseek_v2_lite() -> None:
     assert {block.mixer for block in spec.blocks} == {mixer}
     assert (mixer.heads, mixer.q_rank, mixer.rank, mixer.key_dim, mixer.value_dim) == (16, None, 512, 128, 128)
     assert (mixer.rope.dim, mixer.rope.interleaved, mixer.norm_eps) == (64, True, 1e-6)
-    assert mixer.cache == Latent(512, 64)
+    assert mixer.caches == (Latent(512, 64),)
     assert spec.kv_bytes_per_token(2) == 27 * 576 * 2
     assert spec.blocks[0].ffn == Mlp(2048, 10944)
     assert {block.ffn for block in spec.blocks[1:]} == {

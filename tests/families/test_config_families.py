@@ -87,7 +87,7 @@ def spec_of(architecture: str, **values: Any) -> Model:
 
 
 def mixer_of(architecture: str, **values: Any) -> Attention:
-    return spec_of(architecture, **values).attention[0]
+    return next(mixer for mixer in spec_of(architecture, **values).mixers if isinstance(mixer, Attention))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -95,7 +95,7 @@ def test_minimal_config(architecture: str) -> None:
     spec = spec_of(architecture)
     assert len(spec.blocks) == 4
     theta = {"MixtralForCausalLM": 1e6, "GptOssForCausalLM": 150000.0}.get(architecture, 1e4)
-    assert spec.attention[0].rope.base == theta
+    assert {rope.base for rope in spec.ropes} == {theta}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -418,7 +418,7 @@ def test_dense_layers_of_ernie(values: dict[str, Any], sparse: list[int]) -> Non
     spec = spec_of("Ernie4_5_MoeForCausalLM", **values)
     assert [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)] == sparse
     assert spec.tied
-    assert spec.attention[0].rope.interleaved
+    assert spec.mixers[0].rope.interleaved
     assert not spec_of("Ernie4_5_MoeForCausalLM", tie_word_embeddings=False).tied
 
 
@@ -450,8 +450,8 @@ def test_gpt_oss_as_openai_publishes_it() -> None:
         swiglu_limit=7.0, tie_word_embeddings=False, use_cache=True, vocab_size=201088,
     )  # fmt: skip
     assert spec.num_params == pytest.approx(116.83e9, rel=1e-4)
-    assert [mixer.window for mixer in spec.attention] == [128, None] * 18
-    first = spec.attention[0]
+    assert [mixer.window for mixer in spec.mixers] == [128, None] * 18
+    first = spec.mixers[0]
     assert (first.sinks, first.qkv_bias, first.o_bias) == (True, True, True)
     assert first.rope.scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
     ffn = spec.blocks[0].ffn

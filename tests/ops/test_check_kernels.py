@@ -54,3 +54,32 @@ def test_the_failing_kernel_is_named(tmp_path: Path) -> None:
     # LLVM's code is the same for all of them. The assembler is not asked again where it agreed, only there.
     refused = {c for c in ALL if any("N=128 " in line and f"for sm_{c}: " in line for line in problems)}
     assert refused == {75, 80, 86, 89}
+
+
+def marks(folder: Path, name: str, text: str) -> list[str]:
+    """Fingerprints of the five variants of a module; in a process of its own, where Triton compiles."""
+    (folder / f"{name}.py").write_text(text)
+    paths = os.pathsep.join((str(TOOL.parent), str(folder)))
+    environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    code = f"import check_kernels as c; print(*(c.fingerprint_of({name!r}, i) or '-' for i in range(5)))"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_a_fingerprint_follows_the_kernel_and_its_options(tmp_path: Path) -> None:
+    """It depends on what is compiled, not on where the function stands in its file."""
+    first = marks(tmp_path, "first_kernels", KERNELS)
+    assert [mark == "-" for mark in first] == [False, False, True, True, False], "two cannot be lowered"
+    assert marks(tmp_path, "moved_kernels", KERNELS.replace("@triton.jit", "# a comment\n\n@triton.jit")) == first
+    changed = KERNELS.replace("a + at", "a + at + 1").replace("warps=8", "warps=4")
+    other = marks(tmp_path, "other_kernels", changed)
+    assert [a == b for a, b in zip(first, other, strict=True)] == [False, False, True, True, True]
+    assert marks(tmp_path, "warps_kernels", KERNELS.replace("warps=8", "warps=4"))[1] not in (first[1], other[1])
+
+
+def test_what_passed_before_is_listed() -> None:
+    listed = (TOOL.parent / "kernels_passed.txt").read_text().split()
+    assert listed == sorted(set(listed))
+    assert all(len(mark) == 24 and int(mark, 16) >= 0 for mark in listed)

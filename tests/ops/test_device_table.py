@@ -22,10 +22,10 @@ from proa.ops.cuda_device import device_ops
 from proa.ops.cuda_linear import CudaLinear
 from proa.ops.device_reference import device_reference
 from proa.ops.device_table import DeviceOps
-from proa.ops.draws import BEST, CUT, NO_TOP_K, WHOLE, DrawJobs, DrawSpace, floor_of, inverse_of
+from proa.ops.draws import BEST, CUT, NO_TOP_K, WHOLE, DrawJobs, DrawSpace, Masks, floor_of, inverse_of
 from proa.ops.faults import IDS, LayerFaults, Notes
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
-from proa.ops.sizes import logprobs_keys
+from proa.ops.sizes import logprobs_keys, mask_words
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter, Norm, RouterRule
 from proa.ops.triton import bell, look_ahead
@@ -140,6 +140,7 @@ def drawn(ops: DeviceOps, rng: torch.Generator) -> dict[str, Tensor]:
     wishes = [(WHOLE, 1.0, 0, 1.0, 0.0), (BEST, 0.0, 0, 1.0, 0.0), (CUT, 0.7, 5, 1.0, 0.0), (CUT, 1.3, 0, 0.8, 0.0)]
     wishes += [(CUT, 1.0, 20, 0.9, 0.1), (CUT, 1.0, 0, 1.0, 0.3), (WHOLE, 0.2, 0, 1.0, 0.0), (CUT, 50.0, 0, 0.999, 0.0)]
     number, vocab = len(wishes), 2100
+    words = torch.randint(-(2**31), 2**31, (2, mask_words(vocab)), generator=rng).int()
     kinds, temperatures, top_k, top_p, min_p = zip(*wishes, strict=True)
     jobs = DrawJobs(
         rows=torch.arange(number, dtype=torch.int32), kinds=torch.tensor(kinds, dtype=torch.int32),
@@ -148,6 +149,7 @@ def drawn(ops: DeviceOps, rng: torch.Generator) -> dict[str, Tensor]:
         inverses=torch.tensor([inverse_of(t) for t in temperatures], dtype=torch.float64),
         uniforms=torch.rand(number, generator=rng).double(),
         top_p=torch.tensor(top_p, dtype=torch.float64), min_p=torch.tensor(min_p, dtype=torch.float64),
+        masks=Masks(torch.tensor([-1, 1, 0, -1] * 2, dtype=torch.int32), words),
     )  # fmt: skip
     logits, tokens = torch.randn(number + 1, vocab, generator=rng) * 3, torch.zeros(number + 1, dtype=torch.int32)
     tokens[6] = -1

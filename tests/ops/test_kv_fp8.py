@@ -16,8 +16,9 @@ from torch import Tensor
 from ops.op_cases import natives
 from ops.triton_bounds import BF16, EPS32, assert_within, rand, stored
 from ops_run import NativeRun, TorchRun
+from proa.ops.caches import KvPages
 from proa.ops.reference import to_e4m3
-from proa.ops.table import KvPages, batch_of
+from proa.ops.table import batch_of
 
 RUNS = [pytest.param(TorchRun(), id="torch"), *natives()]
 SCALES = torch.tensor([0.037, 1.7]).tolist()  # as float32 has them

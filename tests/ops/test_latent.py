@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ops.op_cases import EPS32, OPS_AND_TYPES, Run, assert_within, rand, stored
-from proa.ops.table import Angles, LatentPages, Norm, batch_of
+from proa.ops.caches import LatentPages
+from proa.ops.table import Angles, Norm, batch_of
 
 WIDTHS = [(32, 8), (40, 16), (512, 64)]  # (rank, rotary dims)
 

@@ -20,8 +20,9 @@ from delta_cases import weights as delta_weights
 from ops.op_cases import DTYPES, EPS32, OPS_AND_TYPES, TORCH, Run, assert_within, natives, rand, stored
 from ops_run import NativeRun
 from proa.models.spec import ExpertGroups, Gating, Router
+from proa.ops.caches import KvPages
 from proa.ops.reference import silu_mul
-from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, KvPages, RouterRule, batch_of
+from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, RouterRule, batch_of
 
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]
 

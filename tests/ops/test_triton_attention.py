@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.caches import KvPages
 from proa.ops.reference import to_e4m3
 from proa.ops.sizes import attention_floats, attention_splits
-from proa.ops.table import KvPages
 from proa.ops.triton import kv_codes
 from proa.ops.triton.attention import Softmax, decode, prefill
 

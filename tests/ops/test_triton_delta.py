@@ -21,11 +21,12 @@ from delta_cases import (
 from ops.delta_inputs import batch, chunks_of, on
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
+from proa.ops.caches import RecurrentState
 from proa.ops.sizes import delta_chunk_floats
-from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
 from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
 from proa.ops.triton.delta_chunks import shape_for
-from proa.plan.vram import delta_chunks_bytes
+from proa.plan.kernels import chunks_bytes
 
 
 def run(
@@ -130,7 +131,7 @@ def test_the_plan_has_room_for_chunks() -> None:
     mixer = GatedDeltaNet(64, 2, 6, 24, 16, 4)
     spec = Model(64, 100, (Block(mixer, Mlp(64, 96)), Block(Attention(64, 4, 2, 16, Rope(16)), Mlp(64, 96))), 1e-6, 512)
     for rows in (1, 33, 512):
-        assert 4 * delta_chunk_floats(rows, 6) <= delta_chunks_bytes(spec, rows)
+        assert 4 * delta_chunk_floats(rows, 6) <= chunks_bytes(spec, rows)
 
 
 def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from delta_cases import SHAPES, Mixed, Shape, apply_rule, gates, inputs, poisoned_state, weights
 from ops.delta_inputs import batch, chunks_of, on
 from ops.triton_bounds import BF16, poisoned
-from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
+from proa.ops.caches import RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights
 from proa.ops.triton.delta_chunks import by_chunks
 
 FEW = 4  # sequences of up to this many rows are not chunked

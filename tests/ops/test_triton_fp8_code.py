@@ -17,7 +17,7 @@ from proa.ops.triton import experts_fp8
 
 found = []
 for v in list(experts_fp8.variants())[:8]:
-    ptx = check_kernels.compiled(v, 90, check_kernels.Passed()).asm["ptx"]
+    ptx = check_kernels.compiled(v, 90, check_kernels.Passed().skip).asm["ptx"]
     lines = [line.strip() for line in ptx.splitlines()]
     products = [i for i, line in enumerate(lines) if line.startswith("wgmma.mma_async")]
     found.append(([lines[i] for i in products], lines[products[0] - 60 : products[-1]]))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.caches import KvPages
 from proa.ops.reference import to_e4m3
-from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.table import Angles, QkNorm
 from proa.ops.triton.heads import gate, rotate_store
 
 

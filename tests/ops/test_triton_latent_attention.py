@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.models.spec import Block, LatentAttention, Mlp, Model, Rope
+from proa.ops.caches import LatentPages
 from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
-from proa.ops.table import LatentPages
 from proa.ops.triton.latent_attention import decode, prefill, splits_for
-from proa.plan.vram import latent_partials_bytes
+from proa.plan.kernels import partials_bytes
 
 SMALL, LARGE = 99 << 10, 227 << 10  # shared memory per thread block
 DEEPSEEK = (512, 64)
@@ -178,7 +178,7 @@ def test_the_plan_has_room_for_splits(heads: int, processors: int) -> None:
     for sequences in (1, 2, 7, 64, 300):
         for given in (SMALL, 163 << 10, LARGE):
             splits = splits_for(sequences, heads, processors, given)
-            assert attention_floats(sequences, heads, 512, splits) * 4 <= latent_partials_bytes(spec, sequences)
+            assert attention_floats(sequences, heads, 512, splits) * 4 <= partials_bytes(spec, sequences)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.ops import reference
+from proa.ops.caches import LatentPages
 from proa.ops.cuda_latent import FEW_TOKENS, CudaLatentMaps
-from proa.ops.table import Angles, LatentPages, Norm
+from proa.ops.table import Angles, Norm
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
 

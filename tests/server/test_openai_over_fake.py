@@ -30,7 +30,7 @@ def says(tokenizer: Tokenizer, text: str, **script: Any) -> Reply:
 
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Iterator[Served]:
-    with Served(tokenizer, says(tokenizer, STORY)) as server:
+    with Served(tokenizer, says(tokenizer, STORY), accept_any_model=False) as server:
         yield server
 
 

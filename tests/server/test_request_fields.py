@@ -73,7 +73,7 @@ def test_every_sampling_parameter_can_be_asked(schema: typing.Any) -> None:
 
 
 def test_null_means_not_given() -> None:
-    fields, unknown = implemented_fields({"n": None, "suffix": None, "x": None}, {"n"}, "chat", strict=False)
+    fields, unknown, _ = implemented_fields({"n": None, "suffix": None, "x": None}, {"n"}, "chat", strict=False)
     assert fields == {}
     assert unknown == ["x"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.models.spec import Block, Mlp, Model
-from proa.plan.heads import CPU_MOST_DIM, GPU_MOST_DIM, GPU_MOST_GROUP
+from proa.plan.kernels import CPU_MOST_DIM, GPU_MOST_DIM, GPU_MOST_GROUP
 from unit.vram_cases import attention, gpu, machine, model, moe, plan, row
 
 

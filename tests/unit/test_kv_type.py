@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from proa.cache.pool import KvStorage, allocate_pool
 from proa.errors import UsageError
 from proa.models.families import declare
 from proa.models.names import Declared, NameTable
-from proa.models.spec import Block
+from proa.models.spec import Block, LatentAttention, Rope
 from proa.plan.kv_type import kv_type
 from proa.plan.plan import Plan
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
@@ -48,21 +48,14 @@ def test_start_up_row(asked: str, dtype: str, got: str, shown: str, why: str) ->
     assert why in row[2]
 
 
-@dataclass(frozen=True)
-class SomethingElse:
-    """A mixer that caches neither K and V nor a state."""
-
-    cache: object = ("rows", 576)
-
-
 def test_other_caches_are_refused() -> None:
     """A narrower type is refused for a cache that stays wide."""
-    blocks = (Block(SomethingElse(), QWEN3_30B.blocks[0].ffn),)  # type: ignore[arg-type]
+    blocks = (Block(LatentAttention(2048, 16, None, 512, 128, 128, Rope(64)), QWEN3_30B.blocks[0].ffn),)
     declared = Declared(replace(QWEN3_30B, blocks=blocks), NameTable())
     assert kv_type("auto", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
     assert kv_type("bf16", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
     for asked, dtype in (("fp8", "bfloat16"), ("bf16", "float32")):
-        with pytest.raises(UsageError, match="tuple"):
+        with pytest.raises(UsageError, match="Latent"):
             kv_type(asked, dtype, FakeCheckpoint(), declared)  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def test_linear_attention_keeps_as_much_however_long_a_sequence_is() -> None:
     }  # fmt: skip
     assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 16
     assert spec.state_bytes_per_sequence(2) == 4 * 6 * 16 * 32 + 2 * 3 * channels
-    assert (spec.recurrent, spec.attention, spec.ropes) == (True, (MIXER,), {Rope(16)})
+    assert (spec.recurrent, spec.mixers, spec.ropes) == (True, (delta, MIXER), {Rope(16)})
     assert not model(MOE).recurrent
     assert model(MOE).state_bytes_per_sequence(2) == 0
 
@@ -59,7 +59,7 @@ def test_latent_attention_keeps_one_row_of_all_heads() -> None:
     }  # fmt: skip
     assert dict(replace(mixer, q_rank=None).params())["q.weight"] == (4 * 32, 64)
     assert spec.kv_bytes_per_token(2) == 2 * (32 + 8) + 2 * 2 * 2 * 16
-    assert (spec.attention, spec.latent_attention, spec.ropes) == ((MIXER,), (mixer,), {Rope(8), Rope(16)})
+    assert (spec.mixers, spec.ropes) == ((mixer, MIXER), {Rope(8), Rope(16)})
     assert not spec.recurrent
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from proa.bench.hybrid_hits import Trace, best_fixed_set
 from proa.engine.stats import Stats
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan, step_seconds
@@ -116,7 +116,7 @@ def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense:
     the CPU's counter lacks the experts that the GPU reads from RAM; these are added by expectation.
     """
     resident_bytes = all_bytes = 0.0
-    layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
+    layers = list(spec.routed.values())
     for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):
         distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
         all_bytes += distinct * expert_bytes
@@ -129,7 +129,7 @@ def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense:
 def choices_per_step(spec: Model, requests: int) -> int:
     """Return the (token, expert) pairs of one decode step. The engine's counters of pairs lag by a few steps, so an
     interval's counted pairs may belong to slightly more or fewer steps than it has."""
-    return requests * sum(block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe))
+    return requests * sum(ffn.top_k for ffn in spec.routed.values())
 
 
 def placed_bytes(interval: DecodeInterval, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:

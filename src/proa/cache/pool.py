@@ -3,14 +3,14 @@ or slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from proa.models.spec import CacheSpec, Latent, Model, PagedKv
-from proa.ops.table import KvPages, LatentPages, LayerCache, RecurrentState
+from proa.models.spec import CacheSpec, Latent, Model, PagedKv, Recurrent
+from proa.ops.caches import Caches, KvPages, LatentPages, LayerCache, RecurrentState
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def allocate_pool(
     *,
     sequences: int,
     kv: KvStorage | None = None,
-) -> tuple[LayerCache, ...]:
-    """Allocate the cache of every layer: KV for num_pages x page_tokens tokens (Model.kv_bytes_per_token each), and
+) -> Caches:
+    """Allocate the caches of every layer: KV for num_pages x page_tokens tokens (Model.kv_bytes_per_token each), and
     state slots for `sequences`, running ones and copies (Model.state_bytes_per_sequence each). dtype: of states, and of
     KV if `kv` is None. Raises ValueError if `kv` asks for another dtype of latents.
 
@@ -46,25 +46,29 @@ def allocate_pool(
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return new(shape, dtype=of, device=device)
 
-    def one(c: CacheSpec, scales: tuple[float, float]) -> LayerCache:
-        if isinstance(c, PagedKv):
-            shape = num_pages, page_tokens, c.kv_heads, c.head_dim
-            return KvPages(empty(*shape, of=stored.dtype), empty(*shape, of=stored.dtype), *scales)
-        if isinstance(c, Latent):
-            if stored.dtype != dtype:
-                raise ValueError(f"latents must be stored in the dtype of activations, {dtype}, not in {stored.dtype}")
-            return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim), c.rank)
+    def pages(c: PagedKv, scales: tuple[float, float]) -> KvPages:
+        shape = num_pages, page_tokens, c.kv_heads, c.head_dim
+        return KvPages(empty(*shape, of=stored.dtype), empty(*shape, of=stored.dtype), *scales)
+
+    def latents(c: Latent, scales: tuple[float, float]) -> LatentPages:
+        if stored.dtype != dtype:
+            raise ValueError(f"latents must be stored in the dtype of activations, {dtype}, not in {stored.dtype}")
+        return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim), c.rank)
+
+    def states(c: Recurrent, scales: tuple[float, float]) -> RecurrentState:
         rule = empty(sequences, c.heads, c.key_dim, c.value_dim, of=torch.float32)
         return RecurrentState(rule, empty(sequences, c.tail, c.channels))
 
-    return tuple(one(block.mixer.cache, of) for block, of in zip(model.blocks, scales, strict=True))
+    made: dict[type[CacheSpec], Callable[..., LayerCache]] = {PagedKv: pages, Latent: latents, Recurrent: states}
+    return tuple(
+        tuple(made[type(c)](c, of) for c in (block.mixer.caches if block.mixer else ()))
+        for block, of in zip(model.blocks, scales, strict=True)
+    )
 
 
-def copy_states(caches: Sequence[LayerCache], slots: Sequence[tuple[int, int]]) -> None:
+def copy_states(caches: Caches, slots: Sequence[tuple[int, int]]) -> None:
     """Copy recurrent states of all layers from the first slot of each pair to the second, pair after pair; on a GPU, on
     the current stream."""
-    for cache in caches:
-        if isinstance(cache, RecurrentState):
-            for source, target in slots:
-                cache.rule[target].copy_(cache.rule[source])
-                cache.tail[target].copy_(cache.tail[source])
+    for state in (state for layer in caches for cache in layer for state in cache.states):
+        for source, target in slots:
+            state[target].copy_(state[source])

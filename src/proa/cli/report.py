@@ -38,7 +38,7 @@ from rich.text import Text
 
 from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
 from proa.plan.plan import GpuPlan, Plan, Roof
 from proa.types import Decision
@@ -214,10 +214,7 @@ def _model_line(spec: Model) -> str:
 
 def _experts(spec: Model) -> tuple[int, int]:
     """Return (experts, experts per token) of the first MoE layer; (0, 0) for a dense model."""
-    for block in spec.blocks:
-        if isinstance(block.ffn, Moe):
-            return block.ffn.experts, block.ffn.top_k
-    return 0, 0
+    return next(((ffn.experts, ffn.top_k) for ffn in spec.routed.values()), (0, 0))
 
 
 def _gpu_fields(gpu: GpuPlan | None) -> dict[str, Any] | None:

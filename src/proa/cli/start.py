@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
 from rich.console import Console
 
 from proa.cli.report import Report, render_plan, render_ready, report_json
@@ -75,7 +76,9 @@ class _Startup:
             )
         report = self._report(prepared)
         self._show_report(report)
-        llm = await AsyncLLM.launch_prepared(prepared, self._options.engine, own_thread=True)
+        llm = await AsyncLLM.launch_prepared(
+            prepared, self._options.engine, own_thread=True, restart=self._options.server.restart
+        )
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 
@@ -88,7 +91,8 @@ class _Startup:
                 await asyncio.sleep(_POLL_S)
         with contextlib.suppress(ProaError):  # the server raises the same error
             ready = await llm.engine.wait_ready()
-            self._show_report(replace(report, ready=ready))
+            rows = (*ready.decisions, *llm.answers.decisions)
+            self._show_report(replace(report, ready=msgspec.structs.replace(ready, decisions=rows)))
             self._show(await self._welcome.get())
 
     def _report(self, prepared: Prepared) -> Report:

@@ -20,6 +20,15 @@ class ModelOptions:
     chat_template: str | None = option(
         None, help="file with a Jinja chat template; default: the model's own template", metavar="PATH"
     )
+    tool_call_parser: str = option(
+        "auto",
+        help="format of tool calls, by its name in vLLM or SGLang (hermes, qwen3_coder, glm45, kimi_k2...; docs/api.md "
+        "lists them); auto: by the chat template; none: calls stay text",
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto", help="format of reasoning (qwen3, deepseek_r1...; docs/api.md); auto, none: as above", metavar="NAME"
+    )
     dtype: str = option(
         "auto",
         help="type of weights and activations; auto: the checkpoint's, bfloat16 for GGUF",
@@ -249,11 +258,22 @@ class ServerOptions:
     port: int = option(8000, help="port to listen on; 0: any free port", low=0, high=65535, common=True)
     api_key: str | None = option(None, help="require this API key as bearer token", metavar="KEY", secret=True)
     served_model_name: str | None = option(None, help="model name in the API; default: MODEL", metavar="NAME")
+    accept_any_model: bool | None = option(
+        None, help="answer requests for other model names too; default: on if --host is a loopback address"
+    )
     strict: bool = option(False, help="refuse unknown request fields instead of listing them in a header")
     drain_seconds: float = option(
         30.0, help="on SIGTERM, seconds that running requests have to finish", low=0, high=86400
     )
+    stored_responses: int = option(
+        256, help="latest responses of /v1/responses kept in memory, for previous_response_id; 0: none", low=0
+    )
+    restart: bool = option(True, help="start the engine again when it dies, at most 3 times in 10 minutes")
     cors_origin: tuple[str, ...] = option((), help="origin allowed by CORS (repeatable)", metavar="URL")
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.stats import Stats, StepSeconds, of_experts
 from proa.engine.turns import NoTurns, PrefillTurns
 from proa.errors import RequestError
+from proa.grammar.matcher import Matcher
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED
 from proa.native.pool import Pool
@@ -44,8 +45,9 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises RequestError for ids outside the vocabulary, and what Scheduler.submit raises."""
+    def submit(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
+        """Queue a sequence. matcher: of its constraint, if it has one. Raises RequestError for ids outside the
+        vocabulary, and what Scheduler.submit raises."""
         named = (*request.tokens, *request.sampling.logit_bias, *request.sampling.stop_token_ids)
         if outside := [t for t in named if not 0 <= t < self.vocab]:
             raise RequestError(
@@ -56,10 +58,16 @@ class Engine:
             raise RequestError(
                 "min_tokens forbids every token: all tokens are eos or stop tokens.", "Name fewer stop tokens."
             )
+        if matcher is not None and not ends:
+            raise RequestError(
+                "The answer could not end: the model has no end-of-text token.",
+                "Send stop_token_ids with the constraint.",
+                param="stop_token_ids",
+            )
         if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
             # Keys of such a prompt depend on its length: see docs/decisions/003.
             request = msgspec.structs.replace(request, salt=f"rope:{len(request.tokens)}:{request.salt}")
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, matcher)
 
     def abort(self, request_id: str) -> bool:
         self._prompt_logprobs.pop(request_id, None)

@@ -1,6 +1,7 @@
 """Typed messages between the API process and the engine process: msgpack, no pickle. Never: logic.
 
-Frontend -> engine: Start once, then Submit and Abort, at last Shutdown. Engine -> frontend: Loading*, then Ready or
+Frontend -> engine: Start once, then Submit and Abort, a Vocabulary before the first request with a constraint, at last
+Shutdown. Engine -> frontend: Loading*, then Ready or
 Failed, then Tokens, Refused and Stats until the end.
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from proa.engine.stats import Stats
+from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 3  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 4  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -81,5 +83,5 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-ToEngine = Start | Submit | Abort | Shutdown
+ToEngine = Start | Submit | Abort | Shutdown | Vocabulary
 FromEngine = Loading | Ready | Failed | Tokens | Refused | Stats

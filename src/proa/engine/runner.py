@@ -120,7 +120,7 @@ def _output(flight: Flight, result: StepResult) -> StepOutput:
     out, items = StepOutput(), flight.plan.items
     for i in flight.counted:
         name = items[i].request.id
-        if (why := result.faults.get(i)) is not None:
+        if why := result.faults.get(i) or items[i].request.row.fault:
             out.faults[name] = why
         elif (tokens := result.tokens.get(i)) is not None:
             out.tokens[name] = tokens

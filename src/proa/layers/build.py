@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,25 +20,22 @@ from proa.ops.table import Ops, Parameters
 class Mixer(Protocol):
     """The part of a layer that mixes tokens of a sequence: attention or a recurrent layer."""
 
-    def __call__(self, x: Tensor, step: Step, cache: Any) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; `cache` is of the type that the spec's `cache` describes."""
+    def __call__(self, x: Tensor, step: Step, caches: Any) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; caches: a tuple with one for each of the spec's `caches`."""
 
     def parameters(self) -> Parameters: ...
 
 
+_MIXERS: dict[type[spec.Mixer], Callable[[Any, spec.Model, Ops], Mixer]] = {
+    spec.Attention: Attention,
+    spec.LatentAttention: LatentAttention,
+    spec.GatedDeltaNet: GatedDeltaNet,
+}
+
+
 def build_mixer(s: spec.Mixer, model: spec.Model, ops: Ops) -> Mixer:
-    match s:
-        case spec.Attention():
-            return Attention(s, model.norm_eps, model.norm_offset, ops)
-        case spec.LatentAttention():
-            return LatentAttention(s, model.norm_offset, ops)
-        case spec.GatedDeltaNet():
-            return GatedDeltaNet(s, model.norm_eps, ops)
+    return _MIXERS[type(s)](s, model, ops)
 
 
 def build_ffn(s: spec.Mlp | spec.Moe, ops: Ops) -> Mlp | Moe:
-    match s:
-        case spec.Mlp():
-            return Mlp(s, ops)
-        case spec.Moe():
-            return Moe(s, ops)
+    return Mlp(s, ops) if isinstance(s, spec.Mlp) else Moe(s, ops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,43 +14,64 @@ from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import LayerCache, Ops, Parameters, Unsummed
+from proa.ops.caches import LayerCache
+from proa.ops.table import Ops, Parameters, Unsummed
 
 
 class Block:
-    """x += mixer(norm1 x); x += ffn(norm2 x). The last residual add is deferred and fused with the next norm."""
+    """x += mixer(norm1 x); x += ffn(norm2 x), each times the model's residual factor; one of the two may be missing.
+    The last residual add is deferred and fused with the next norm."""
 
     def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
-        self._ops = ops
+        self._ops, self._factor = ops, model.residual_factor
         self.norm1 = RmsNorm(model, ops)
         self.norm2 = RmsNorm(model, ops)
-        self.mixer = build_mixer(s.mixer, model, ops)
-        self.ffn = build_ffn(s.ffn, ops)
+        self.mixer = build_mixer(s.mixer, model, ops) if s.mixer else None
+        self.ffn = build_ffn(s.ffn, ops) if s.ffn else None
 
     def __call__(
-        self, x: Tensor, y: Tensor | Unsummed | None, step: Step, cache: LayerCache
-    ) -> tuple[Tensor, Tensor | Unsummed]:
+        self, x: Tensor, y: Tensor | Unsummed | None, step: Step, caches: tuple[LayerCache, ...]
+    ) -> tuple[Tensor, Tensor | Unsummed | None]:
         """Take the residual stream as x + y (y None: x alone) and return the next block's (x, y)."""
         self._ops.new_block()
-        x, normed = self.norm1.of_sum(x, y)
-        return self.ffn(x, self.mixer(normed, step, cache), self.norm2.norm, step.batch.slots)
+        if self.mixer is not None:
+            x, normed = self.norm1.of_sum(x, y)
+            y = _scaled(self._ops, self.mixer(normed, step, caches), self._factor)
+        if self.ffn is not None:
+            x, y = self.ffn(x, y, self.norm2, step.batch.slots)
+            y = _scaled(self._ops, y, self._factor)
+        return x, y
 
     def parameters(self) -> Parameters:
-        for name, part in (
-            ("norm1", self.norm1), ("norm2", self.norm2), ("mixer", self.mixer), ("ffn", self.ffn)
-        ):  # fmt: skip
-            yield from prefixed(name, part.parameters())
+        if self.mixer is not None:
+            yield from prefixed("norm1", self.norm1.parameters())
+            yield from prefixed("mixer", self.mixer.parameters())
+        if self.ffn is not None:
+            yield from prefixed("norm2", self.norm2.parameters())
+            yield from prefixed("ffn", self.ffn.parameters())
+
+
+T = TypeVar("T", Tensor, Tensor | Unsummed)
+
+
+def _scaled(ops: Ops, y: T, factor: float) -> T:
+    """y * factor. Raises TypeError for a factor of a pending sum; plan/resolve.py refuses such models before."""
+    if factor == 1.0:
+        return y
+    if not isinstance(y, Tensor):
+        raise TypeError(f"a pending sum of experts cannot be multiplied by {factor}")
+    return ops.scale(y, factor)
 
 
 class Decoder:
     """A language model: token ids -> hidden states -> logits. Weights are uninitialised until loaded."""
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
-        self.spec = model
-        self.argmax, self._add = ops.argmax, ops.add
+        self.spec, self._ops = model, ops
+        self.argmax, self._add, self._join, self._gather = ops.argmax, ops.add, ops.join, ops.gather
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
-        with_experts = [(block.ffn, block.norm2.norm) for block in self.blocks if isinstance(block.ffn, Moe)]
+        with_experts = [(block.ffn, block.norm2) for block in self.blocks if isinstance(block.ffn, Moe)]
         for (ffn, _), following in pairwise(with_experts):
             ffn.is_followed_by(*following)
         self.norm = RmsNorm(model, ops)
@@ -60,29 +82,34 @@ class Decoder:
 
         kept: by block, where its output is copied to: tensors of T rows or more (draft heads read them).
         """
-        x, y = self.embed(tokens), None
-        for i, (block, cache) in enumerate(zip(self.blocks, step.caches, strict=True)):
-            x, y = block(x, y, step, cache)
+        x, y = self._embedded(tokens), None
+        for i, (block, caches) in enumerate(zip(self.blocks, step.caches, strict=True)):
+            x, y = block(x, y, step, caches)
             if kept is not None and i in kept:
                 x, y = self._sum(x, y), None
                 kept[i][: len(x)].copy_(x)
-        return x if y is None else self._sum(x, y)
+        return self._sum(x, y)
 
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
         """Compute one block at a time and yield the residual stream after each; the last one is the result. The stream
         is kept in tensors of its own, so that other steps may run in between."""
-        x = self.embed(tokens)
-        for block, cache in zip(self.blocks, step.caches, strict=True):
-            x = self._sum(*block(x, None, step, cache))
+        x = self._embedded(tokens)
+        for block, caches in zip(self.blocks, step.caches, strict=True):
+            x = self._sum(*block(x, None, step, caches))
             yield x
 
-    def _sum(self, x: Tensor, y: Tensor | Unsummed) -> Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return _scaled(self._ops, self._join(self.embed(tokens)), self.spec.embedding_factor)
+
+    def _sum(self, x: Tensor, y: Tensor | Unsummed | None) -> Tensor:
+        if y is None:
+            return x
         return self._add(x, y) if isinstance(y, Tensor) else y.add(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
-        x = self.norm(hidden)
-        return self.embed.logits(x) if self.head is None else self.head(x)
+        x = _scaled(self._ops, self.norm(hidden), self.spec.logits_factor)
+        return self._gather(self.embed.logits(x) if self.head is None else self.head(x))
 
     def parameters(self) -> Parameters:
         """Every parameter's name, as in models/spec.py, and its target."""

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import DeltaInputs, DeltaWeights, Ops, Parameters, RecurrentState
+from proa.ops.caches import RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, Ops, Parameters
 
 
 class GatedDeltaNet:
-    def __init__(self, s: spec.GatedDeltaNet, eps: float, ops: Ops) -> None:
+    def __init__(self, s: spec.GatedDeltaNet, model: spec.Model, ops: Ops) -> None:
         self.spec, self._delta = s, ops.gated_delta
         maps, values = ops.maps, s.value_heads * s.value_dim
         self.qkvz = maps.linear({"qkvz": s.channels + values}, s.hidden, False)
@@ -22,11 +23,12 @@ class GatedDeltaNet:
             a_log=maps.numbers(s.value_heads),
             dt_bias=maps.numbers(s.value_heads),
             norm=maps.vector(s.value_dim),
-            eps=eps,
+            eps=model.norm_eps,
         )
 
-    def __call__(self, x: Tensor, step: Step, cache: RecurrentState) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, caches: tuple[RecurrentState]) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        (cache,) = caches
         return self.out(self._delta(self._inputs(x), self.weights, cache, step.batch))
 
     def _inputs(self, x: Tensor) -> DeltaInputs:

@@ -12,13 +12,13 @@ from torch import Tensor
 from proa.layers.rope import score_factor
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import Angles, LatentPages, Norm, Ops, Parameters
+from proa.ops.caches import LatentPages
+from proa.ops.table import Angles, Norm, Ops, Parameters
 
 
 class LatentAttention:
-    def __init__(self, s: spec.LatentAttention, offset: float, ops: Ops) -> None:
-        """offset: added to the weights of the latents' norms."""
-        self.spec, self.ops = s, ops
+    def __init__(self, s: spec.LatentAttention, model: spec.Model, ops: Ops) -> None:
+        self.spec, self.ops, offset = s, ops, model.norm_offset
         self.scale = (s.key_dim + s.rope.dim) ** -0.5 * score_factor(s.rope)
         maps, kv = ops.maps, {"kv_a": s.rank + s.rope.dim}
         self.q_norm = None if s.q_rank is None else Norm(maps.vector(s.q_rank), s.norm_eps, offset)
@@ -29,9 +29,9 @@ class LatentAttention:
         self.kv_b = maps.latent(s.heads, s.key_dim, s.value_dim, s.rank)
         self.o = maps.linear({"o": s.hidden}, s.heads * s.value_dim, False)
 
-    def __call__(self, x: Tensor, step: Step, cache: LatentPages) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, caches: tuple[LatentPages]) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        s, ops = self.spec, self.ops
+        (cache,), s, ops = caches, self.spec, self.ops
         q, kv = torch.split(self.a(x), [s.q_rank or s.q_rows, s.rank + s.rope.dim], 1)
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps, self.q_norm.offset))

@@ -1,20 +1,21 @@
-"""A dense gated MLP as the FFN of a layer."""
+"""A dense MLP as the FFN of a layer."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from proa.layers.norm import RmsNorm
 from proa.models import spec
-from proa.ops.table import Norm, Ops, Parameters
+from proa.ops.table import Ops, Parameters, Unsummed
 
 
 class Mlp:
     def __init__(self, s: spec.Mlp, ops: Ops) -> None:
-        self._mlp, self._add_norm = ops.maps.mlp(s.hidden, s.width, s.bias, s.gating), ops.add_norm
+        self._mlp = ops.maps.mlp(s.hidden, s.width, s.bias, s.gating)
 
-    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x + y [T, hidden] and mlp(norm(x + y)); padding rows are computed too."""
-        x, normed = self._add_norm(x, y, norm.weight, norm.eps, norm.offset)
+    def __call__(self, x: Tensor, y: Tensor | Unsummed | None, norm: RmsNorm, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x + y [T, hidden] (y None: x) and mlp(norm(x + y)); padding rows are computed too."""
+        x, normed = norm.of_sum(x, y)
         return x, self._mlp(normed)
 
     def parameters(self) -> Parameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.models import spec
 from proa.ops.table import NextRouter, Norm, Ops, Parameters, RouterRule, Unsummed
@@ -12,28 +13,33 @@ from proa.ops.table import NextRouter, Norm, Ops, Parameters, RouterRule, Unsumm
 class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
         self._ops, maps = ops, ops.maps
-        self.router = maps.router(s.experts, s.hidden, s.router.linear_bias)
-        self._correction = maps.numbers(s.experts) if s.router.correction else None
+        self.router = maps.router(s.scored, s.hidden, s.router.linear_bias)
+        self._correction = maps.numbers(s.scored) if s.router.correction else None
         self._rule = RouterRule(s.top_k, s.router, self._correction)
         self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating)
         shared = s.shared
         self.shared = maps.mlp(shared.hidden, shared.width, shared.bias, shared.gating) if shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
-        self._next: tuple[Moe, Norm] | None = None
+        self._next: tuple[Moe, RmsNorm] | None = None
 
-    def is_followed_by(self, following: Moe, norm: Norm) -> None:
+    def is_followed_by(self, following: Moe, norm: RmsNorm) -> None:
         """Set the model's next MoE layer, whose choice this layer predicts; norm: that layer's input norm."""
         self._next = following, norm
 
-    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor | Unsummed]:
-        """Returns x + y [T, hidden] and the MoE output for norm(x + y); rows of slot -1 go to no routed expert."""
-        x, normed, chosen = self._ops.choose(x, y, norm, self.router, slots, self._rule, self.experts.residency)
+    def __call__(
+        self, x: Tensor, y: Tensor | Unsummed | None, norm: RmsNorm, slots: Tensor
+    ) -> tuple[Tensor, Tensor | Unsummed]:
+        """Returns x + y [T, hidden] (y None: x) and the MoE output for norm(x + y); rows of slot -1 go to no routed
+        expert."""
+        if y is not None and not isinstance(y, Tensor):
+            x, y = y.add(x), None
+        x, normed, chosen = self._ops.choose(x, y, norm.norm, self.router, slots, self._rule, self.experts.residency)
         routed = self.experts.start(normed, chosen)
         shared = self.shared(normed) if self.shared else None
         gate = self.shared_gate(normed) if self.shared_gate else None
         if self._next is not None:
             following, norm_there = self._next
-            following.foresee(x, norm_there, slots)
+            following.foresee(x, norm_there.norm, slots)
         return x, routed.finish(shared, gate)
 
     def foresee(self, x: Tensor, norm: Norm, slots: Tensor) -> None:

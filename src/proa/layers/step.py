@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from proa.models.spec import Rope
-from proa.ops.table import AttentionBatch, LayerCache
+from proa.ops.caches import Caches
+from proa.ops.table import AttentionBatch
 
 
 @dataclass(frozen=True)
 class Step:
     batch: AttentionBatch
     angles: dict[Rope, tuple[Tensor, Tensor]]  # per distinct rotary embedding: cos, sin float32 [T, dim/2]
-    caches: tuple[LayerCache, ...]  # one per block
+    caches: Caches

@@ -1,5 +1,5 @@
-"""The architecture of a model as frozen dataclasses. Belongs here: mixers, FFNs, router, model, and everything that
-follows from their sizes alone. Never: torch, devices, checkpoint names, family names.
+"""The architecture of a model as frozen dataclasses. Belongs here: FFNs, router, block, model, and everything that
+follows from their sizes alone; mixers are in models/mixers.py. Never: torch, devices, checkpoint names, family names.
 
 Parameters have names of Proa's own (`blocks.3.ffn.experts.7.gate.weight`); models/names.py maps them to a
 checkpoint's. Linear weights are [out, in], as in every checkpoint.
@@ -7,233 +7,31 @@ checkpoint's. Linear weights are [out, in], as in every checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
-Shape = tuple[int, ...]
-Params = Iterator[tuple[str, Shape]]
+from proa.models.mixers import (
+    Attention,
+    CacheSpec,
+    GatedDeltaNet,
+    Latent,
+    LatentAttention,
+    Mixer,
+    PagedKv,
+    Params,
+    Recurrent,
+    Rope,
+    RopeScaling,
+    Shape,
+)
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings; layers/rope.py has the formulas.
-
-    linear: positions / factor. dynamic: NTK-aware base by current length. llama3: low frequencies / factor with a
-    smooth transition. yarn: NTK-by-parts (arXiv 2309.00071); mscale as in DeepSeek. factors: frequency i is
-    divided by factors[i], as GGUF files store it.
-    """
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors"]
-    factor: float
-    original_positions: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding over the first `dim` of each head; interleaved = GPT-J pairs, else half-split."""
-
-    dim: int
-    base: float = 10000.0
-    scaling: RopeScaling | None = None
-    interleaved: bool = False
-
-    @property
-    def dynamic(self) -> bool:
-        """True if angles depend on the sequence's length, not only on the position."""
-        return self.scaling is not None and self.scaling.kind == "dynamic"
-
-
-@dataclass(frozen=True)
-class PagedKv:
-    """Paged cache of K and V: `kv_heads` x `head_dim` elements each per token."""
-
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def elems_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_dim
-
-    def sequence_bytes(self, elem_bytes: int) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Recurrent:
-    """State of constant size per sequence: a float32 matrix [key_dim, value_dim] per head, and the last `tail` input
-    rows of `channels` elements for the causal convolution."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    tail: int
-    channels: int
-
-    @property
-    def elems_per_token(self) -> int:
-        return 0
-
-    def sequence_bytes(self, elem_bytes: int) -> int:
-        return 4 * self.heads * self.key_dim * self.value_dim + elem_bytes * self.tail * self.channels
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Paged cache of latent attention, shared by all heads: a latent of `rank` elements and a rotary key of `key_dim`
-    elements per token."""
-
-    rank: int
-    key_dim: int
-
-    @property
-    def elems_per_token(self) -> int:
-        return self.rank + self.key_dim
-
-    def sequence_bytes(self, elem_bytes: int) -> int:
-        return 0
-
-
-# What a mixer caches of earlier tokens.
-CacheSpec = PagedKv | Latent | Recurrent
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Grouped-query attention. qk_norm: RMSNorm before rotary, over each head ("head") or over all heads ("full").
-
-    gated: each head's rows of the q projection are followed by as many gate rows; sigmoid(gate) scales the head's
-    output. sinks: each head has one extra logit in the softmax, without a value.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope
-    qk_norm: Literal["none", "head", "full"] = "none"
-    qkv_bias: bool = False
-    o_bias: bool = False
-    window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
-    gated: bool = False
-    sinks: bool = False
-
-    @property
-    def q_rows(self) -> int:
-        """Output rows of the q projection, gate rows included."""
-        return self.heads * self.head_dim * (2 if self.gated else 1)
-
-    def params(self) -> Params:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield "q.weight", (self.q_rows, self.hidden)
-        yield "k.weight", (kv, self.hidden)
-        yield "v.weight", (kv, self.hidden)
-        yield "o.weight", (self.hidden, q)
-        if self.qkv_bias:
-            yield "q.bias", (self.q_rows,)
-            yield "k.bias", (kv,)
-            yield "v.bias", (kv,)
-        if self.o_bias:
-            yield "o.bias", (self.hidden,)
-        if self.qk_norm != "none":
-            yield "q_norm.weight", (self.head_dim if self.qk_norm == "head" else q,)
-            yield "k_norm.weight", (self.head_dim if self.qk_norm == "head" else kv,)
-        if self.sinks:
-            yield "sinks", (self.heads,)
-
-    @property
-    def cache(self) -> CacheSpec:
-        return PagedKv(self.kv_heads, self.head_dim)
-
-
-@dataclass(frozen=True)
-class GatedDeltaNet:
-    """Linear attention by the gated delta rule (arXiv 2412.06464); ops/table.py, GatedDelta, has the formulas.
-
-    Each key head serves value_heads / key_heads value heads. `taps` is the width of the causal convolution over
-    q, k and v. Rows of qkvz, per key head: its q and k, then v and z of its value heads. Rows of ba, per key head: b,
-    then a of its value heads.
-    """
-
-    hidden: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def params(self) -> Params:
-        values = self.value_heads * self.value_dim
-        yield "qkvz.weight", (self.channels + values, self.hidden)
-        yield "ba.weight", (2 * self.value_heads, self.hidden)
-        yield "conv.weight", (self.channels, 1, self.taps)  # channels: all of q, all of k, all of v
-        yield "a_log", (self.value_heads,)
-        yield "dt_bias", (self.value_heads,)
-        yield "norm.weight", (self.value_dim,)
-        yield "out.weight", (self.hidden, values)
-
-    @property
-    def cache(self) -> CacheSpec:
-        return Recurrent(self.value_heads, self.key_dim, self.value_dim, self.taps - 1, self.channels)
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are projections of one latent per
-    token.
-
-    A head's key is W_k latent (`key_dim` elements) followed by a rotary key of rope.dim elements shared by all heads;
-    its value is W_v latent. kv_b has per head the rows of W_k, then those of W_v. q_rank: rank of the query latent;
-    None: queries are projected from the hidden state. Scores are scaled by (key_dim + rope.dim) ** -0.5, times the
-    square of the mscale that YaRN's mscale_all_dim gives. norm_eps: epsilon of both latents' RMSNorms.
-    """
-
-    hidden: int
-    heads: int
-    q_rank: int | None
-    rank: int
-    key_dim: int
-    value_dim: int
-    rope: Rope
-    norm_eps: float = 1e-6
-
-    @property
-    def q_rows(self) -> int:
-        return self.heads * (self.key_dim + self.rope.dim)
-
-    def params(self) -> Params:
-        if self.q_rank is None:
-            yield "q.weight", (self.q_rows, self.hidden)
-        else:
-            yield "q_a.weight", (self.q_rank, self.hidden)
-            yield "q_a_norm.weight", (self.q_rank,)
-            yield "q_b.weight", (self.q_rows, self.q_rank)
-        yield "kv_a.weight", (self.rank + self.rope.dim, self.hidden)
-        yield "kv_a_norm.weight", (self.rank,)
-        yield "kv_b.weight", (self.heads * (self.key_dim + self.value_dim), self.rank)
-        yield "o.weight", (self.hidden, self.heads * self.value_dim)
-
-    @property
-    def cache(self) -> CacheSpec:
-        return Latent(self.rank, self.rope.dim)
-
-
-Mixer = Attention | LatentAttention | GatedDeltaNet
+__all__ = [
+    "SILU", "Attention", "Block", "CacheSpec", "ExpertGroups", "GatedDeltaNet", "Gating", "Held", "Latent",
+    "LatentAttention", "Mixer", "Mlp", "Model", "Moe", "PagedKv", "Params", "Recurrent", "Rope", "RopeScaling",
+    "Router", "Shape",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -241,10 +39,20 @@ class Gating:
     """An MLP's activation: combines gate and up into the input of down. silu: silu(gate) * up.
 
     clamped_swiglu: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, limit) and u = up clamped to [-limit, limit].
+    relu2: max(up, 0)^2, without a gate.
     """
 
-    kind: Literal["silu", "clamped_swiglu"] = "silu"
+    kind: Literal["silu", "clamped_swiglu", "relu2"] = "silu"
     limit: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections that it reads, in the order in which they are stacked."""
+        return ("gate", "up") if self.gated else ("up",)
 
 
 SILU = Gating()
@@ -252,19 +60,21 @@ SILU = Gating()
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: down(gating(gate x, up x)); bias: on all three projections."""
+    """An MLP: down(gating(gate x, up x)), or down(gating(up x)) without a gate; bias: on all projections."""
 
     hidden: int
     width: int
     bias: bool = False
     gating: Gating = SILU
 
-    def params(self) -> Params:
-        for name, out, inp in (
-            ("gate", self.width, self.hidden),
-            ("up", self.width, self.hidden),
-            ("down", self.hidden, self.width),
-        ):
+    @property
+    def widest(self) -> int:
+        """Width of the widest MLP that a row passes."""
+        return self.width
+
+    def params(self, routed: bool = True) -> Params:
+        inner = ((name, self.width, self.hidden) for name in self.gating.inputs)
+        for name, out, inp in (*inner, ("down", self.hidden, self.width)):
             yield f"{name}.weight", (out, inp)
             if self.bias:
                 yield f"{name}.bias", (out,)
@@ -281,6 +91,15 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The experts of one rank, if they are divided over ranks: `count` of `scored`, from number `first` on."""
+
+    first: int
+    count: int
+    scored: int
+
+
+@dataclass(frozen=True)
 class Router:
     """Router logits -> top-k expert ids and weights, in float32; ops/table.py, Route, has the formulas."""
 
@@ -292,6 +111,7 @@ class Router:
     epsilon: float = 0.0  # added to the sum that renormalising divides by
     least: float = 0.0  # lower bound of that sum
     linear_bias: bool = False  # bias of the projection that gives the logits
+    held: Held | None = None  # the layer's experts, if they are only some of those that the router scores
 
 
 @dataclass(frozen=True)
@@ -313,13 +133,22 @@ class Moe:
     def expert(self) -> Mlp:
         return Mlp(self.hidden, self.width, self.bias, self.gating)
 
+    @property
+    def widest(self) -> int:
+        return max(self.width, self.shared.width if self.shared else 0)
+
+    @property
+    def scored(self) -> int:
+        """Number of experts that the router scores."""
+        return self.router.held.scored if self.router.held else self.experts
+
     def params(self, routed: bool = True) -> Params:
         """Every parameter with its shape; routed: including the routed experts."""
-        yield "router.weight", (self.experts, self.hidden)
+        yield "router.weight", (self.scored, self.hidden)
         if self.router.linear_bias:
-            yield "router.bias", (self.experts,)
+            yield "router.bias", (self.scored,)
         if self.router.correction:
-            yield "router.correction", (self.experts,)
+            yield "router.correction", (self.scored,)
         expert = tuple(self.expert.params())
         for e in range(self.experts if routed else 0):
             for name, shape in expert:
@@ -333,10 +162,21 @@ class Moe:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer layer: x += mixer(norm1 x); x += ffn(norm2 x)."""
+    """One transformer layer: x += mixer(norm1 x); x += ffn(norm2 x). One of the two may be missing, with its norm."""
 
-    mixer: Mixer
-    ffn: Mlp | Moe
+    mixer: Mixer | None
+    ffn: Mlp | Moe | None
+
+    def params(self, routed: bool = True) -> Params:
+        """Every parameter with its shape; routed: including the routed experts."""
+        if self.mixer is not None:
+            yield "norm1.weight", (self.mixer.hidden,)
+        if self.ffn is not None:
+            yield "norm2.weight", (self.ffn.hidden,)
+        for name, shape in self.mixer.params() if self.mixer else ():
+            yield f"mixer.{name}", shape
+        for name, shape in self.ffn.params(routed) if self.ffn else ():
+            yield f"ffn.{name}", shape
 
 
 @dataclass(frozen=True)
@@ -348,18 +188,16 @@ class Model:
     max_positions: int  # longest context of the checkpoint, tokens
     tied: bool = False  # the output head shares the embedding's weights
     norm_offset: float = 0.0  # added to RMSNorm weights, except to the norm inside a GatedDeltaNet
+    embedding_factor: float = 1.0  # multiplies embeddings
+    residual_factor: float = 1.0  # multiplies the output of every mixer and FFN before it is added
+    logits_factor: float = 1.0  # multiplies logits
 
     def params(self, routed: bool = True) -> Params:
         """Every parameter once, with its shape; routed: including the routed experts."""
         yield "embed.weight", (self.vocab, self.hidden)
         for i, block in enumerate(self.blocks):
-            yield f"blocks.{i}.norm1.weight", (self.hidden,)
-            yield f"blocks.{i}.norm2.weight", (self.hidden,)
-            for name, shape in block.mixer.params():
-                yield f"blocks.{i}.mixer.{name}", shape
-            ffn = block.ffn.params(routed) if isinstance(block.ffn, Moe) else block.ffn.params()
-            for name, shape in ffn:
-                yield f"blocks.{i}.ffn.{name}", shape
+            for name, shape in block.params(routed):
+                yield f"blocks.{i}.{name}", shape
         yield "norm.weight", (self.hidden,)
         if not self.tied:
             yield "head.weight", (self.vocab, self.hidden)
@@ -369,35 +207,47 @@ class Model:
         return sum(prod(shape) for _, shape in self.params())
 
     def kv_bytes_per_token(self, elem_bytes: int) -> int:
-        return elem_bytes * sum(b.mixer.cache.elems_per_token for b in self.blocks)
+        return elem_bytes * sum(cache.elems_per_token for cache in self.caches)
 
     def state_bytes_per_sequence(self, elem_bytes: int) -> int:
         """Bytes of the recurrent state of one sequence, which do not grow with its length."""
-        return sum(b.mixer.cache.sequence_bytes(elem_bytes) for b in self.blocks)
+        return sum(cache.sequence_bytes(elem_bytes) for cache in self.caches)
 
     @cached_property
     def recurrent(self) -> bool:
         """True if a layer keeps a recurrent state, which each token overwrites, so that pages alone restore nothing."""
-        return any(isinstance(b.mixer.cache, Recurrent) for b in self.blocks)
+        return not all(cache.can_roll_back for cache in self.caches)
 
     @cached_property
-    def attention(self) -> tuple[Attention, ...]:
-        """The grouped-query attention mixers, in layer order."""
-        return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, Attention))
+    def mixers(self) -> tuple[Mixer, ...]:
+        return tuple(block.mixer for block in self.blocks if block.mixer)
 
     @cached_property
-    def latent_attention(self) -> tuple[LatentAttention, ...]:
-        return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, LatentAttention))
+    def ffns(self) -> tuple[Mlp | Moe, ...]:
+        return tuple(block.ffn for block in self.blocks if block.ffn)
+
+    @cached_property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return tuple(cache for mixer in self.mixers for cache in mixer.caches)
 
     @cached_property
     def ropes(self) -> frozenset[Rope]:
-        return frozenset(m.rope for m in self.attention) | frozenset(m.rope for m in self.latent_attention)
+        return frozenset(rope for mixer in self.mixers for rope in mixer.ropes)
+
+    @cached_property
+    def routed(self) -> dict[int, Moe]:
+        """The mixtures of experts, by number of their block."""
+        return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, Moe)}
+
+    @property
+    def scaled(self) -> bool:
+        return (self.embedding_factor, self.residual_factor, self.logits_factor) != (1.0, 1.0, 1.0)
 
     @cached_property
     def num_active_params(self) -> int:
         """Parameters read to decode one token: of the experts only the top-k, the head whole, an untied embedding
         counted as 0 (one row)."""
-        idle = sum((b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe))
+        idle = sum(max(0, ffn.experts - ffn.top_k) * _count(ffn.expert) for ffn in self.routed.values())
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 

@@ -42,6 +42,7 @@ _SIGNATURES: Signatures = {
 _PLAIN = -1  # value of _Job.format: not packed
 _NOT_FINITE = -1  # value of _Failure.error
 PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # per element
+_SCALE_BYTES: dict[Stored | Code, int] = {Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2, Code.E4M3: 1, Code.E8M0: 1}
 
 
 @functools.cache
@@ -71,6 +72,13 @@ class Scales:
     mins: int = 0
     factor: float = 1.0
     group_of: int = 0
+
+    def after(self, columns: int) -> Scales:
+        """The scales without those of the first `columns` columns, which are whole groups."""
+        if self.group_of:
+            return replace(self, group_of=self.group_of + 4 * columns)
+        skipped = columns // self.group * _SCALE_BYTES[self.kind] if self.group else 0
+        return replace(self, data=self.data + skipped, mins=self.mins + skipped if self.mins else 0)
 
 
 @dataclass(frozen=True, slots=True)

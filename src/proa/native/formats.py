@@ -75,6 +75,11 @@ class Code(IntEnum):
     SIGNED4 = 1007  # two's complement, otherwise as INT4
 
 
+CODES_PER_BYTE = {
+    Code.E4M3: 1, Code.INT8: 1, Code.UINT8: 1, Code.INT4: 2, Code.UINT4: 2, Code.E2M1: 2, Code.SIGNED4: 2,
+}  # fmt: skip
+
+
 class Order(IntEnum):
     """Storage order of a matrix; values as in csrc/src/coded.h."""
 

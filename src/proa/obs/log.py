@@ -12,6 +12,34 @@ from proa.obs.console import console_err
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
+REPEAT_S = 10.0  # a line that comes again within this time is counted
+_MOST_LINES = 1000  # remembered at once
+
+
+class Repeats(logging.Filter):
+    """Drops lines that were logged less than REPEAT_S ago; the next one that is logged says how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[
+            tuple[str, str], tuple[float, int]
+        ] = {}  # line -> (time of the last one logged, dropped since)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = (record.name, record.getMessage())
+        logged_s, dropped = self._seen.get(line, (-REPEAT_S, 0))
+        if record.created - logged_s < REPEAT_S:
+            self._seen[line] = (logged_s, dropped + 1)
+            return False
+        self._seen.pop(line, None)
+        if len(self._seen) >= _MOST_LINES:
+            self._seen.pop(next(iter(self._seen)))
+        self._seen[line] = (record.created, 0)
+        if dropped:
+            record.msg, record.args = f"{line[1]} ({dropped} more like this since)", ()
+        return True
+
+
 def setup_logging(level: str, console: Console | None = None) -> None:
     """Log to stderr: Proa's records from `level` up, other libraries' from warning up (with "debug", all).
 
@@ -26,5 +54,6 @@ def setup_logging(level: str, console: Console | None = None) -> None:
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_PLAIN))
+    handler.addFilter(Repeats())
     logging.basicConfig(level="DEBUG" if level == "debug" else "WARNING", handlers=[handler], force=True)
     logging.getLogger("proa").setLevel(level.upper())

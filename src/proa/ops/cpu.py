@@ -15,6 +15,7 @@ from proa.models.spec import SILU, ExpertGroups, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.program import Cache, Delta, Routing
 from proa.native.weights import Matrix
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
 from proa.ops.gated import GatedBiases, GatedStacks
@@ -28,15 +29,13 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
-    KvPages,
-    LatentPages,
     NextRouter,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
+    alone,
 )
 
 
@@ -45,16 +44,20 @@ class CpuOps:
 
     def __init__(self, recorder: Recorder) -> None:
         self._to = recorder
+        self._turns: dict[tuple[float, int], tuple[Tensor, Tensor]] = {}  # (factor, rows) -> cos and sin of `scale`
 
     def table(self) -> Ops:
         return Ops(
             maps=CpuMaps(self._to),
+            join=alone,
+            gather=alone,
             new_block=self._to.new_block,
             rms_norm=self.rms_norm,
             add=self.add,
+            scale=self.scale,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
-            choose=composed_choose(self.add_norm, self.route),
+            choose=composed_choose(self.rms_norm, self.add_norm, self.route),
             argmax=self.argmax,
             attention=self.attention,
             gate=self.gate,
@@ -82,6 +85,15 @@ class CpuOps:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         self._to.program.add_add(rows_of(x), rows_of(y), x.shape[1])
         return x
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Record a rotation by cos = factor and sin = 0, which multiplies every element, in float32."""
+        pairs = next(n for n in (16, 8, 4, 2, 1) if x.shape[1] % (2 * n) == 0)
+        key = factor, pairs * self._to.rows
+        if key not in self._turns:
+            cos = torch.full((self._to.rows, pairs), factor)
+            self._turns[key] = self._to.keep(cos), self._to.keep(torch.zeros_like(cos))
+        return self.rotary(x.view(len(x), -1, 2 * pairs), *self._turns[key], False).view(x.shape)
 
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         x = self.add(x, y)
@@ -257,10 +269,10 @@ class CpuLinear:
 
 
 class CpuGated:
-    """One or more gated MLPs of equal shape, packed as a stack."""
+    """One or more MLPs of equal shape, packed as a stack."""
 
     def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
-        biases = GatedBiases(count, hidden, width) if bias else None
+        biases = GatedBiases(count, hidden, width, gating) if bias else None
         self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, biases, gating)
 
     def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 from proa.native.fill import Fill, StoredRows, fill
 from proa.native.formats import Order, Stored
 from proa.native.program import LatentCache
+from proa.ops.caches import LatentPages
 from proa.ops.packed import Memory, Stack
 from proa.ops.recorder import Recorder, rows_of
-from proa.ops.table import LatentPages, Parameters
+from proa.ops.table import Parameters
 
 
 class CpuLatentMaps:

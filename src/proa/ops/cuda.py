@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from proa.models.spec import SILU, Gating
+from proa.ops.caches import KvPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
@@ -25,15 +26,14 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
-    KvPages,
     LinearMap,
     NewExperts,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
+    alone,
 )
 from proa.ops.triton import argmax, attention, choose, delta, delta_chunks, route
 from proa.ops.triton import heads as rotations
@@ -50,7 +50,7 @@ class CudaOps:
     ) -> None:  # fmt: skip
         """traits: of the device; on the meta device, of the GPU that the kernels are compiled for."""
         self._maps, self._traits = CudaMaps(device, new_experts, staging), traits
-        self._composed_choose = composed_choose(self.add_norm, self.route)
+        self._composed_choose = composed_choose(self.rms_norm, self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes)
         self._chunk_shape = delta_chunks.shape_for(traits.capability, traits.shared_bytes)
@@ -58,9 +58,12 @@ class CudaOps:
     def table(self) -> Ops:
         return Ops(
             maps=self._maps,
+            join=alone,
+            gather=alone,
             new_block=lambda: None,
             rms_norm=self.rms_norm,
             add=self.add,
+            scale=torch.mul,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
             choose=self.choose,
@@ -125,12 +128,12 @@ class CudaOps:
         return ids, weights
 
     def choose(
-        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        self, x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
         few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
         weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
-        if residency is None or weight is None or not few:
+        if residency is None or weight is None or not few or y is None:
             return self._composed_choose(x, y, norm, router, slots, rule, residency)
         fetched = residency.in_place is not None and len(x) > 1
         # a program of the fused kernel sees one row; single-token experts can be identified only across all rows

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.ops.caches import LatentPages
 from proa.ops.products import batched_into
 from proa.ops.sizes import attention_floats
-from proa.ops.table import Angles, AttentionBatch, LatentPages, Norm, Parameters
+from proa.ops.table import Angles, AttentionBatch, Norm, Parameters
 from proa.ops.triton import latent_attention
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store

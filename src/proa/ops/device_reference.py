@@ -15,7 +15,7 @@ from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.added import Added
 from proa.ops.bell_block import PENDING, STATE_WORDS, Bell, BellBlock, check_pull, check_push
 from proa.ops.device_table import DeviceOps, NewExpertSpace, PackedExperts
-from proa.ops.draws import BEST, CUT, TOO_MANY, WHOLE, DrawJobs, DrawSpace
+from proa.ops.draws import BEST, CUT, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.reference import rms_norm, route
 from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
@@ -161,7 +161,7 @@ def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: T
     for job, (row, kind) in enumerate(zip(jobs.rows.tolist(), jobs.kinds.tolist(), strict=True)):
         if tokens[row] < 0:
             continue
-        scores = logits[row]
+        scores = _allowed(logits[row], jobs.masks, job)
         log = (scores - scores.max()).double() * jobs.inverses[job]
         weights = (log.exp() * BEST_WEIGHT + 0.5).long()
         order = torch.arange(len(log)) if kind == WHOLE else torch.sort(scores, descending=True, stable=True).indices
@@ -177,6 +177,13 @@ def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: T
         total = int(weights.sum())
         mark = min(int(float(jobs.uniforms[job]) * total), total - 1)
         tokens[row] = order[int((weights.cumsum(0) <= mark).sum())]
+
+
+def _allowed(scores: Tensor, masks: Masks | None, job: int) -> Tensor:
+    if masks is None or (row := int(masks.of[job])) < 0:
+        return scores
+    token = torch.arange(len(scores))
+    return torch.where((masks.words[row][token // 32] >> (token % 32)) & 1 != 0, scores, -torch.inf)
 
 
 def _survivors(weights: Tensor, top_p: float, min_p: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ BEST, WHOLE, CUT = 0, 1, 2  # kinds of jobs: argmax, the whole distribution, aft
 TOO_MANY = -2  # the result for rows with more candidates than there is room for
 NO_TOP_K = 2**31 - 1
 BINS_PER_NAT = 18.0  # of log-weights below the most likely token; the last of the LOGIT_BINS bins ends below 2**-41
+
+
+class Masks(NamedTuple):
+    """Allowed tokens of J rows: row of[j] of `words`, int32 [M, vocab // 32 + 1], with token t in bit t % 32 of word
+    t // 32. of: int32 [J], -1: all tokens are allowed."""
+
+    of: Tensor
+    words: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class DrawJobs:
     uniforms: Tensor  # float64 in [0, 1)
     top_p: Tensor  # float64
     min_p: Tensor  # float64
+    masks: Masks | None = None  # None: all tokens of all rows are allowed
 
 
 class DrawSpace:
@@ -39,10 +49,14 @@ class DrawSpace:
         self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
         self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
         self.counts = torch.zeros(jobs, LOGIT_BINS, dtype=torch.int32, device=device)
+        self.unmasked = torch.full((jobs,), -1, dtype=torch.int32, device=device)
         self.found = torch.zeros(jobs, dtype=torch.int32, device=device)
         wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
         self.kept_keys, self.kept_weights, self.before = wide
         self.ranks = torch.zeros(jobs, most_kept, dtype=torch.int32, device=device)
+
+    def no_masks(self, jobs: int) -> Masks:
+        return Masks(self.unmasked[:jobs], self.unmasked)
 
 
 def floor_of(min_p: float) -> int:

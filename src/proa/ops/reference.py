@@ -7,14 +7,16 @@ type's epsilon.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proa.models.spec import SILU, ExpertGroups, Gating
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.choose import composed_choose
+from proa.ops.joined import EmbeddingPart, Peers, joined
 from proa.ops.parts import named_parts
 from proa.ops.table import (
     Angles,
@@ -22,17 +24,16 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
+    Embedding,
     Experts,
-    KvPages,
-    LatentPages,
     NewExperts,
     NextRouter,
     Norm,
     Ops,
     Parameters,
     QkNorm,
-    RecurrentState,
     RouterRule,
+    alone,
 )
 
 
@@ -67,7 +68,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate_up: Tensor, gating: Gating) -> Tensor:
-    """gate_up [T, 2I], gate first -> input of down [T, I]."""
+    """gate_up [T, 2I], gate first, or [T, I] without a gate -> input of down [T, I]."""
+    if gating.kind == "relu2":
+        return functional.relu(gate_up).square()
     if gating.kind == "silu":
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -86,6 +89,8 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tens
     if router.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least)
     poison = torch.where(choice.isnan().any(-1, keepdim=True), math.nan, router.scale)
+    if held := router.held:
+        ids = torch.where((ids >= held.first) & (ids < held.first + held.count), ids - held.first, -1)
     return torch.where(slots[:, None] < 0, -1, ids), weights * poison
 
 
@@ -168,15 +173,9 @@ def attention(
     q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
     out = torch.empty_like(q)
-    start = 0
-    for q_len, kv_len, pages in zip(batch.q_lens, batch.kv_lens, batch.page_table, strict=True):
-        rows = slice(start, start + q_len)
-        keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
-        mask = _causal(q_len, kv_len, window, q.device)
+    for rows, keys, values, mask in _sequences(q, cache, batch, window):
         if sinks is not None:
-            seen = _with_sinks(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
-            out[rows] = seen * cache.value_scale
-            start += q_len
+            out[rows] = _weighted(q[rows], keys, values, mask, scale * cache.key_scale, sinks)[0] * cache.value_scale
             continue
         seen = functional.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
@@ -187,23 +186,56 @@ def attention(
             enable_gqa=True,
         )
         out[rows] = seen[0].transpose(0, 1) * cache.value_scale
-        start += q_len
     return out
 
 
-def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
-    """Attention with sinks: q [T, heads, D]; keys, values [kv_heads, kv_len, D] -> [T, heads, D]. One head at a time,
-    to bound the memory of the logits."""
-    out, per_kv_head = torch.empty_like(q), q.shape[1] // len(keys)
-    for head, sink in enumerate(sinks.float()):
+def attention_with_sums(
+    q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the logarithms of the softmax's sums, float32 [T, heads], for `merge_attention`. Sinks count in
+    the sums: give them with one part of the keys only."""
+    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for rows, keys, values, mask in _sequences(q, cache, batch, window):
+        seen, log_sums[rows] = _weighted(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
+        out[rows] = seen * cache.value_scale
+    return out, log_sums
+
+
+def merge_attention(parts: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logsumexp(log_sums, 0)
+    shares = torch.exp(log_sums - total).masked_fill(log_sums.isneginf(), 0)
+    return (parts.float() * shares[..., None]).sum(0).to(parts.dtype), total
+
+
+def _sequences(
+    q: Tensor, cache: KvPages, batch: AttentionBatch, window: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Yield each sequence's rows, keys and values [kv_heads, kv_len, D], and mask."""
+    start = 0
+    for q_len, kv_len, pages in zip(batch.q_lens, batch.kv_lens, batch.page_table, strict=True):
+        keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
+        yield slice(start, start + q_len), keys, values, _causal(q_len, kv_len, window, q.device)
+        start += q_len
+
+
+def _weighted(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, heads, D] over keys, values [kv_heads, kv_len, D] -> [T, heads, D] and the logarithms of the
+    softmax's sums, float32 [T, heads]. One head at a time, to bound the memory of the logits."""
+    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    per_kv_head = q.shape[1] // len(keys)
+    for head in range(q.shape[1]):
         logits = q[:, head].float() * scale @ keys[head // per_kv_head].float().T
         if mask is not None:
             logits.masked_fill_(~mask, float("-inf"))
+        sink = logits.new_tensor(float("-inf")) if sinks is None else sinks[head].float()
         most = torch.maximum(logits.amax(-1, keepdim=True), sink)
         weights = logits.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True) + torch.exp(sink - most)
         out[:, head] = weights @ values[head // per_kv_head].float() / total
-    return out
+        log_sums[:, head] = (most + total.log())[:, 0]
+    return out, log_sums
 
 
 def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -303,7 +335,7 @@ class TorchRouter(TorchLinear):
 class TorchMlp:
     def __init__(self, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype) -> None:
         self._gating = gating
-        self._gate_up = TorchLinear({"gate": width, "up": width}, hidden, bias, dtype)
+        self._gate_up = TorchLinear(dict.fromkeys(gating.inputs, width), hidden, bias, dtype)
         self._down = TorchLinear({"down": hidden}, width, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -351,9 +383,9 @@ class TorchExperts:
         self, experts: int, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype
     ) -> None:  # fmt: skip
         self._gating = gating
-        self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
+        sizes = (len(gating.inputs) * width, hidden)
+        self.gate_up = torch.empty(experts, sizes[0], hidden, dtype=dtype)
         self.down = torch.empty(experts, hidden, width, dtype=dtype)
-        sizes = (2 * width, hidden)
         self.biases = tuple(torch.empty(experts, n, dtype=dtype) for n in sizes) if bias else ()
 
     @property
@@ -369,14 +401,14 @@ class TorchExperts:
         return TorchUnderway(moe_experts(x, chosen.ids, chosen.weights, *weights, biases, self._gating))
 
     def parameters(self) -> Parameters:
-        width = self.down.shape[2]
+        parts = self._gating.inputs
         for e, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            yield f"{e}.gate.weight", gate_up[:width]
-            yield f"{e}.up.weight", gate_up[width:]
+            yield from (
+                (f"{e}.{part}.weight", rows) for part, rows in zip(parts, gate_up.chunk(len(parts)), strict=True)
+            )
             yield f"{e}.down.weight", down
         for e, (up_bias, down_bias) in enumerate(zip(*self.biases, strict=True)):
-            yield f"{e}.gate.bias", up_bias[:width]
-            yield f"{e}.up.bias", up_bias[width:]
+            yield from ((f"{e}.{part}.bias", rows) for part, rows in zip(parts, up_bias.chunk(len(parts)), strict=True))
             yield f"{e}.down.bias", down_bias
 
 
@@ -397,8 +429,8 @@ class TorchEmbedding:
 class TorchMaps:
     """Weights as plain tensors of one type."""
 
-    def __init__(self, dtype: torch.dtype, new_experts: NewExperts | None) -> None:
-        self._dtype, self._new_experts = dtype, new_experts
+    def __init__(self, dtype: torch.dtype, new_experts: NewExperts | None, peers: Peers | None) -> None:
+        self._dtype, self._new_experts, self._peers = dtype, new_experts, peers
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> TorchLinear:
         return TorchLinear(outs, inputs, bias, self._dtype)
@@ -420,8 +452,9 @@ class TorchMaps:
     def latent(self, heads: int, keys: int, values: int, rank: int) -> TorchLatentMaps:
         return TorchLatentMaps(heads, keys, values, rank, self._dtype)
 
-    def embedding(self, vocab: int, hidden: int, tied: bool) -> TorchEmbedding:
-        return TorchEmbedding(vocab, hidden, self._dtype)
+    def embedding(self, vocab: int, hidden: int, tied: bool) -> Embedding:
+        made = TorchEmbedding(vocab, hidden, self._dtype)
+        return made if self._peers is None else EmbeddingPart(made, self._peers.first_token, vocab)
 
     def vector(self, width: int) -> Tensor:
         return torch.empty(width, dtype=self._dtype)
@@ -430,16 +463,20 @@ class TorchMaps:
         return torch.empty(shape)
 
 
-def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
-    """All ops in plain torch, with weights of `dtype`; `new_experts`, if given, makes the routed experts."""
-    return Ops(
-        maps=TorchMaps(dtype, new_experts),
+def reference(dtype: torch.dtype, new_experts: NewExperts | None = None, peers: Peers | None = None) -> Ops:
+    """All ops in plain torch, with weights of `dtype`; `new_experts`, if given, makes the routed experts. peers: the
+    other ranks; None: there are none."""
+    ops = Ops(
+        maps=TorchMaps(dtype, new_experts, peers),
+        join=alone,
+        gather=alone,
         new_block=lambda: None,
         rms_norm=rms_norm,
         add=add,
+        scale=torch.mul,
         add_norm=add_norm,
         rotate_store=rotate_store,
-        choose=composed_choose(add_norm, route),
+        choose=composed_choose(rms_norm, add_norm, route),
         argmax=argmax,
         attention=attention,
         gate=gate,
@@ -447,3 +484,4 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         latent_store=latent_store,
         latent_attention=latent_attention,
     )
+    return ops if peers is None else joined(ops, route, peers)

@@ -119,6 +119,11 @@ def parts_of(vocab: int) -> int:
     return -(-vocab // LOGIT_COLUMNS)
 
 
+def mask_words(vocab: int) -> int:
+    """int32 words of a row's mask of allowed tokens: a bit for each token and for the grammar's own end."""
+    return vocab // 32 + 1
+
+
 def argmax_keys(rows: int, vocab: int) -> int:
     """int64 elements of the argmax kernels' partial results."""
     return rows * parts_of(vocab)
@@ -131,13 +136,14 @@ def logprobs_keys(rows: int, vocab: int, count: int) -> int:
 
 def weights_bytes(jobs: int, vocab: int, most_kept: int) -> int:
     """Bytes that the sampler's passes over the logits exchange; jobs: sampled rows."""
-    return jobs * (16 * parts_of(vocab) + 4 * LOGIT_BINS + 4 + 28 * most_kept)
+    return jobs * (16 * parts_of(vocab) + 4 * LOGIT_BINS + 8 + 28 * most_kept)
 
 
 def sampler_bytes(rows: int, vocab: int) -> int:
     """Bytes of the sampler's buffers for a step, besides its logits."""
-    columns = 52 * -(-rows // 4) * 4  # sampling parameters of the rows
-    return weights_bytes(rows, vocab, min(MOST_KEPT, vocab)) + (4 * EDIT_WORDS + 4) * MOST_EDITS + columns
+    columns = 56 * -(-rows // 4) * 4  # sampling parameters of the rows
+    masks = 4 * rows * mask_words(vocab)
+    return weights_bytes(rows, vocab, min(MOST_KEPT, vocab)) + (4 * EDIT_WORDS + 4) * MOST_EDITS + columns + masks
 
 
 def logprobs_bytes(rows: int, vocab: int) -> int:

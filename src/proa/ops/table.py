@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.models.spec import SILU, Gating, Router
 from proa.native.fill import Fill, StoredRows
+from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.residency import Located, Residency
 
 
@@ -54,45 +55,6 @@ class AttentionBatch:
         return self.device
 
 
-@dataclass(frozen=True)
-class KvPages:
-    """One layer's KV cache. keys, values: [pages, page_tokens, kv_heads, D], in the activations' dtype or
-    float8_e4m3fn.
-
-    Scales apply to float8 only and are exact in float32. Stored is value * (1 / scale), computed in float32 and rounded
-    to nearest; finite values saturate at +-448, non-finite ones become NaN.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scale: float = 1.0
-    value_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class LatentPages:
-    """One layer's cache of latent attention. rows: [pages, page_tokens, rank + R]: per token the latent, then the
-    rotary key that all heads share."""
-
-    rows: Tensor
-    rank: int
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """One layer's recurrent states. The slot of a sequence without past tokens is uninitialised, and not read.
-
-    rule: float32 [slots, value heads, key dim, value dim]: state of the delta rule. tail: [slots, taps - 1, channels]:
-    last inputs of the causal convolution, oldest first.
-    """
-
-    rule: Tensor
-    tail: Tensor
-
-
-LayerCache = KvPages | LatentPages | RecurrentState
-
-
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x [..., N] / rms(x) * (offset + weight [N]); computed in float32, returned in x's dtype (arXiv
@@ -102,6 +64,11 @@ class RmsNorm(Protocol):
 class Add(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y in x's dtype. May run in place in x; use only the return value."""
+
+
+class Scale(Protocol):
+    def __call__(self, x: Tensor, factor: float, /) -> Tensor:
+        """x [T, N] * factor, in float32, returned in x's dtype. May run in place; use only the return value."""
 
 
 class AddNorm(Protocol):
@@ -200,7 +167,8 @@ class Route(Protocol):
         Scores are softmax(logits) over all experts, or sigmoid(logits) per expert. Experts, and groups if there are
         any, are chosen by score + correction. Weights are the scores of the chosen experts, if renormalised divided by
         max(their sum + epsilon, least), times scale. Rows of negative slot are padding: ids -1. If a row has a NaN, its
-        weights are NaN.
+        weights are NaN. If the rule's router holds only some of the experts (`held`), ids are counted from the first of
+        these, and -1 stands for all others.
         """
 
 
@@ -225,11 +193,11 @@ class Chosen:
 
 class Choose(Protocol):
     def __call__(
-        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        self, x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        """Returns x + y and its norm, as add_norm, and the experts that `route` chooses from router(norm). residency:
-        the layer's residency table on the device, if there is one, for looking up the chosen experts."""
+        """Returns x + y (y None: x) and its norm, as add_norm, and the experts that `route` chooses from router(norm).
+        residency: the layer's residency table on the device, if there is one, for looking up the chosen experts."""
 
 
 class Argmax(Protocol):
@@ -299,7 +267,8 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """A gated MLP: down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
+    """An MLP: down(gating(gate x, up x)), or down(gating(up x)). Parameters: gate, if the gating has one, up, down
+    (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -317,6 +286,9 @@ class NextRouter:
 
 class Unsummed(Protocol):
     """The pending output of a MoE layer, whose sum is fused with the residual add by the next op."""
+
+    def total(self) -> Tensor:
+        """The layer's output [T, H] alone: with several ranks, what `join` sums before the residual add."""
 
     def add(self, x: Tensor) -> Tensor:
         """x [T, H] + the layer's output. May run in place in x; use only the return value."""
@@ -414,12 +386,39 @@ class NewBlock(Protocol):
         addend until the next op has read it."""
 
 
+class Join(Protocol):
+    def __call__(self, y: Tensor, /) -> Tensor:
+        """y [T, H], this rank's part of a sum -> the sum over the ranks of its pipeline stage, the same bits on each.
+
+        Embeddings are joined by the decoder. A mixer's or FFN's output is joined by the op that adds it to the residual
+        stream (add, add_norm, choose, Unsummed), which may fuse the reduction, the sum and the norm."""
+
+
+class Gather(Protocol):
+    def __call__(self, logits: Tensor, /) -> Tensor:
+        """logits float32 [R, this rank's rows of the vocabulary] -> [R, vocab], the rows of all ranks in order."""
+
+
+def alone(part: Tensor, /) -> Tensor:
+    """Join and Gather of a single rank: returns its argument."""
+    return part
+
+
+class MergeAttention(Protocol):
+    def __call__(self, parts: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge attention over P disjoint parts of the keys: parts [P, T, heads, D] and the logarithms of their
+        softmax's sums, float32 [P, T, heads] (-inf: a part without keys) -> [T, heads, D] and float32 [T, heads]."""
+
+
 @dataclass(frozen=True)
 class Ops:
     maps: Maps
+    join: Join
+    gather: Gather
     new_block: NewBlock
     rms_norm: RmsNorm
     add: Add
+    scale: Scale
     add_norm: AddNorm
     rotate_store: RotateStore
     choose: Choose

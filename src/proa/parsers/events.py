@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import msgspec
@@ -50,6 +51,14 @@ class AnswerParser(Protocol):
     ToolArguments pieces may be joined differently.
     """
 
+    @property
+    def kept(self) -> Mapping[int, str]:
+        """Tokens whose text the parser needs even if special tokens are skipped, and whose places are `markers`."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the text is reasoning."""
+
     def feed(self, text: str, markers: Sequence[int] = ()) -> list[Event]:
         """Add text. markers: ascending offsets in `text` at which the text of a special token begins."""
 
@@ -60,6 +69,9 @@ class AnswerParser(Protocol):
 class PlainText:
     """Treats every answer as visible text: the parser of /v1/completions and of models without known markers."""
 
+    kept: Mapping[int, str] = MappingProxyType({})
+    in_reasoning = False
+
     def feed(self, text: str, markers: Sequence[int] = ()) -> list[Event]:
         return [Text(text)] if text else []
 
@@ -68,22 +80,35 @@ class PlainText:
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """The events of one chunk, and `finish` if it is the choice's last."""
+    """The events of one chunk, and `finish` if it is the choice's last. is_reasoning: its tokens are reasoning."""
 
     events: list[Event] = []
     finish: AnswerFinish | None = None
+    is_reasoning: bool = False
 
 
 class ChoiceParser:
-    """Feeds one choice's chunks to its parser, and derives the finish reason that clients see."""
+    """Feeds one choice's chunks to its parser, and derives the finish reason that clients see. one_call: the answer
+    ends with its first call."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, *, one_call: bool = False) -> None:
         self._parser = parser
+        self._one_call = one_call
         self._num_calls = 0
 
     def feed(self, text: str, markers: Sequence[int], finish: FinishReason | None) -> Parsed:
+        was_reasoning = self._parser.in_reasoning
         events = self._parser.feed(text, markers)
         if finish is not None:
             events += self._parser.finish(finish)
         self._num_calls += sum(isinstance(event, ToolCall) for event in events)
-        return Parsed(events, "tool_calls" if finish == "stop" and self._num_calls else finish)
+        is_reasoning = was_reasoning or self._parser.in_reasoning
+        if self._one_call and self._num_calls:
+            return Parsed(_until_second_call(events), "tool_calls", is_reasoning)
+        return Parsed(events, "tool_calls" if finish == "stop" and self._num_calls else finish, is_reasoning)
+
+
+def _until_second_call(events: list[Event]) -> list[Event]:
+    first = next(i for i, event in enumerate(events) if isinstance(event, ToolCall))
+    arguments = [e for e in events[first:] if isinstance(e, ToolArguments) and e.index == 0]
+    return [*events[: first + 1], *arguments]

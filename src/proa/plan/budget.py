@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proa.models.spec import Attention, Block, LatentAttention, Mixer, Mlp, Model
+from proa.models.spec import Block, Model
 
 ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_ELEM_BYTES = {**ELEM_BYTES, "float8_e4m3fn": 1}
@@ -31,8 +31,6 @@ SAMPLED_LOGIT_BYTES = 48
 SCORED_ROWS, SCORED_LOGIT_BYTES = 64, 12
 # Bytes per (query, key) pair of the causal mask: up to three bools, and the mask in the widest type.
 MASK_BYTES = 7
-# Further bytes per pair if heads have sinks: a head's logits in float32, and a second mask.
-SINK_BYTES = 5
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,9 @@ def demand(
     """The demand on RAM of a model with `elem_bytes` per parameter, for steps of up to `batch_tokens` tokens."""
     activations = batch_tokens * row_bytes(spec)
     # For one layer and one sequence at a time: its pages, gathered into K and V, and its mask.
-    gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0)
+    gathered = max((cache.elems_per_token for cache in spec.caches), default=0)
     gathered *= elem_bytes if kv_elem_bytes == elem_bytes else kv_elem_bytes + elem_bytes  # as stored, then widened
-    pair_bytes = MASK_BYTES + (SINK_BYTES if any(mixer.sinks for mixer in spec.attention) else 0)
+    pair_bytes = MASK_BYTES + max((mixer.pair_bytes for mixer in spec.mixers), default=0)
     return Demand(
         weights_bytes=spec.num_params * elem_bytes,
         fixed_bytes=PROCESS_BYTES + LOADING_BYTES,
@@ -95,25 +93,11 @@ def logits_bytes(spec: Model, max_running: int) -> int:
 
 
 def row_bytes(spec: Model) -> int:
-    """Activations of one row in the widest layer."""
-    return max((_row_bytes(block) for block in spec.blocks), default=0)
+    """Activations of one row in the widest layer, all counted as float32: residual, norms and their squares (6 *
+    hidden), the mixer's, gate, up and their product (4 * width)."""
 
+    def values(block: Block) -> int:
+        mixed = block.mixer.row_values if block.mixer else 0
+        return 6 * spec.hidden + mixed + 4 * (block.ffn.widest if block.ffn else 0)
 
-def _row_bytes(block: Block) -> int:
-    """Activations of one row in one layer, all counted as float32: residual, norms and their squares (6 * hidden), the
-    mixer's, gate, up and their product (4 * width)."""
-    mixer, ffn = block.mixer, block.ffn
-    width = ffn.width if isinstance(ffn, Mlp) else max(ffn.width, ffn.shared.width if ffn.shared else 0)
-    return 4 * (6 * mixer.hidden + _mixer_width(mixer) + 4 * width)
-
-
-def _mixer_width(mixer: Mixer) -> int:
-    """Values per row. Attention: queries, gates, keys and values before and after rotary (4 each). Latent attention:
-    the same, and each head's latent query, latent sum and output (2 each). Linear attention: the projections and what
-    is computed from them (4 each), and the products of the convolution."""
-    if isinstance(mixer, LatentAttention):
-        among_latents = mixer.heads * (2 * mixer.rank + mixer.rope.dim + mixer.value_dim)
-        return 4 * (mixer.q_rows + (mixer.q_rank or 0) + mixer.rank + mixer.rope.dim) + 2 * among_latents
-    if isinstance(mixer, Attention):
-        return 4 * (mixer.q_rows + 2 * mixer.kv_heads * mixer.head_dim)
-    return (4 + mixer.taps) * mixer.channels + 4 * mixer.value_heads * mixer.value_dim
+    return 4 * max(map(values, spec.blocks), default=0)

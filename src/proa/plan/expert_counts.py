@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from proa.errors import UsageError
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 
 FORMAT = "proa expert counts 1"
 Counts = tuple[tuple[int, ...], ...]  # [MoE layers in the model's order][experts]
@@ -23,7 +23,7 @@ class CountsFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_counts(file: Path, spec: Model) -> Counts:
     """Read counts for a model. Raises UsageError for another kind of file, and for counts of another model."""
-    routed = {str(i): block.ffn.experts for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)}
+    routed = {str(i): ffn.experts for i, ffn in spec.routed.items()}
     try:
         found = msgspec.json.decode(file.read_bytes(), type=CountsFile)
     except OSError as error:

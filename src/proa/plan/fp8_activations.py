@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from proa.errors import UsageError
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.native.formats import E4M3_FORMS
 from proa.ops.sizes import buckets
 from proa.plan.budget import Demand
@@ -24,7 +24,7 @@ GRAPH_NODES = 2  # further nodes per block: rows are rounded twice
 
 def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> Demand:
     """Add the rounded rows of a layer's routed experts to the demand on VRAM."""
-    routed = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
+    routed = spec.routed.values()
     rows = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
     graphs = sum(n * f.top_k > FEW_ABOVE * f.experts for f in routed for n in buckets(max_running))
     nodes_bytes = GRAPH_NODES * graphs * GRAPH_NODE_BYTES

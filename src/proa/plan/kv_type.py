@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from proa.errors import UsageError
 from proa.models.names import Declared
-from proa.models.spec import PagedKv, Recurrent
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -31,10 +30,10 @@ def kv_type(asked: str, dtype: str, checkpoint: Checkpoint, declared: Declared) 
     """
     if asked == "auto":
         return KvType(dtype, _row(asked, dtype, "the type of activations: nothing is rounded"))
-    others = {type(block.mixer.cache) for block in declared.spec.blocks} - {PagedKv, Recurrent}
+    others = {type(c).__name__ for c in declared.spec.caches if c.elems_per_token and not c.has_kv_dtype}
     if others and (asked, dtype) != ("bf16", "bfloat16"):
         raise UsageError(
-            f"--kv-dtype {asked} is for keys and values; this model has {others.pop().__name__} pages, in {dtype}.",
+            f"--kv-dtype {asked} is for keys and values; this model has {others.pop()} pages, in {dtype}.",
             "Use --kv-dtype auto.", param="kv_dtype",
         )  # fmt: skip
     if asked == "bf16":

@@ -98,5 +98,7 @@ def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
 def _read_share(spec: Model, name: str) -> float:
     if name == "embed.weight":
         return 1.0 if spec.tied else 0.0
-    ffn = spec.blocks[int(name.split(".")[1])].ffn if ".ffn.experts." in name else None
-    return ffn.top_k / ffn.experts if isinstance(ffn, Moe) else 1.0
+    if ".ffn.experts." not in name:
+        return 1.0
+    ffn = spec.routed[int(name.split(".")[1])]
+    return ffn.top_k / ffn.experts

@@ -39,11 +39,10 @@ class MoeLayer:
 
 def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
     """The model's MoE blocks. stored: the checkpoint's type of each parameter, by Proa's names; empty: all bfloat16."""
-    routed = [(i, block.ffn) for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
-    forms = [expert_forms(stored, i, ffn) for i, ffn in routed]
+    forms = [expert_forms(stored, i, ffn) for i, ffn in spec.routed.items()]
     return tuple(
         MoeLayer(i, ffn.experts, ffn.top_k, expert_bytes(ffn, *of), of, bias_bytes(ffn))
-        for (i, ffn), of in zip(routed, forms, strict=True)
+        for (i, ffn), of in zip(spec.routed.items(), forms, strict=True)
     )
 
 

@@ -21,12 +21,12 @@ from proa.obs.units import format_bytes, format_rate
 from proa.plan import deterministic
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
 from proa.plan.deterministic import cell_tokens, fixed_options
-from proa.plan.device import best_effort, choose
+from proa.plan.device import choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import asked_gpu, unused_rows
-from proa.plan.heads import beyond_cpu, beyond_gpu
+from proa.plan.kernels import beyond_cpu, beyond_gpu
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
@@ -225,9 +225,7 @@ def _hindrance(case: Case, gpu: Gpu) -> tuple[str, str] | None:
     """The reason why this GPU cannot run the model, and the remedy; None if it can."""
     if case.dtype != "bfloat16":
         return f"the GPU computes in bfloat16, not {case.dtype}", "Use --dtype bfloat16, or --gpu none."
-    if case.spec.latent_attention and best_effort(gpu):
-        return "latent attention needs matrix instructions for bfloat16, compute capability 8.0", "Use --gpu none."
-    why = beyond_gpu(case.spec)
+    why = beyond_gpu(case.spec, gpu)
     return (why, "Use --gpu none.") if why else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from proa.machine.machine import Gpu
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
 
@@ -32,7 +32,7 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_b
     from RAM. Routing counts as uniform.
     """
     in_vram = in_ram = 0.0
-    top_k = [block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)]
+    top_k = [ffn.top_k for ffn in spec.routed.values()]
     for chosen, expert_bytes, experts, resident in zip(
         top_k, plan.expert_bytes, plan.experts, plan.resident, strict=True
     ):

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from proa.models.spec import Attention, GatedDeltaNet, LatentAttention, Model, Moe
+from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 from proa.ops import sizes
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, SCORED_ROWS, Demand, logits_bytes, row_bytes
+from proa.plan.kernels import chunks_bytes, partials_bytes
 from proa.plan.packed_size import of_heads
 from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, packed_bytes
 
@@ -29,13 +30,11 @@ CUDA_PROCESS_BYTES = 1 << 30
 # and steps without graphs have separate segments, and the last one of each kind may be almost empty.
 ALLOCATOR_BYTES = 2 * (20 + 2) << 20
 
-# Nodes of a captured decode step: per block, around the blocks, and of the head, which is a separate graph; bytes per
-# node (measured on an H200: 23 graphs of 8 blocks took 4 MiB, 1.1 KiB a node). sizes.buckets gives the number of
-# graphs; one more head scores the rows of a prompt.
-GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 16, 16, 16, 4 << 10
-LATENT_NODES = 4  # further nodes per block of latent attention: queries' norm and second projection, heads' projections
+# Nodes of a captured decode step: per FFN (mixers say their own), around the blocks, and of the head, which is a
+# separate graph; bytes per node (measured on an H200: 23 graphs of 8 blocks took 4 MiB, 1.1 KiB a node). sizes.buckets
+# gives the number of graphs; one more head scores the rows of a prompt.
+FFN_NODES, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 8, 16, 16, 4 << 10
 
-LATENT_HEADS = 64  # heads per program, at most: smaller programs have fewer splits
 LOGIT_COPIES = 3  # float32: the graphs' common output, one in the graphs' pool, one in that of steps without graphs
 
 # Split-K programs of packed linear layers write partial sums: up to 198 of 128 x 128 in float32.
@@ -61,7 +60,7 @@ def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
 
 
 def _routed(spec: Model) -> list[Moe]:
-    return [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
+    return list(spec.routed.values())
 
 
 def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
@@ -92,7 +91,7 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
         return 0
     steps = sizes.buckets(max_running)
     heads = {*steps, max(max_running, SCORED_ROWS)}
-    nodes = GRAPH_NODES_PER_BLOCK * len(spec.blocks) + LATENT_NODES * len(spec.latent_attention) + GRAPH_NODES_AROUND
+    nodes = sum(mixer.graph_nodes for mixer in spec.mixers) + FFN_NODES * len(spec.ffns) + GRAPH_NODES_AROUND
     return (len(steps) * nodes + len(heads) * HEAD_NODES) * GRAPH_NODE_BYTES
 
 
@@ -129,7 +128,7 @@ def _workspace(
         scoring_bytes(spec.vocab, max_running),
         rows_bytes(spec, batch_tokens, stored),
         max_running * row_bytes(spec),  # activations in the graphs' pool
-        max(partials_bytes(spec, max_running), latent_partials_bytes(spec, max_running)),
+        partials_bytes(spec, max_running),
         _linear_workspace_bytes(spec, stored),
         _hybrid_bytes(spec, batch_tokens),
         inputs,
@@ -142,7 +141,7 @@ def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None 
     """Bytes on the GPU for the rows of a step: activations, experts' workspaces, copies of rows to and from the CPU."""
     passing = max((6 * ffn.hidden for ffn in _routed(spec)), default=0)
     experts = experts_bytes(spec, stored or {}, batch_tokens)
-    return batch_tokens * (row_bytes(spec) + passing) + experts + delta_chunks_bytes(spec, batch_tokens)
+    return batch_tokens * (row_bytes(spec) + passing) + experts + chunks_bytes(spec, batch_tokens)
 
 
 def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
@@ -178,38 +177,6 @@ def angles_bytes(spec: Model, batch_tokens: int) -> tuple[int, int]:
     """Bytes of rotary angles: (of a step's rows, for dynamic ropes; per token of context, for static ones)."""
     changing = sum(sizes.angle_bytes(batch_tokens, rope.dim) for rope in spec.ropes if rope.dynamic)
     return changing, sum(sizes.angle_bytes(1, rope.dim) for rope in spec.ropes if not rope.dynamic)
-
-
-def partials_bytes(spec: Model, max_running: int) -> int:
-    """Bytes of split attention's partial results on the largest GPU, for the bucket that needs most."""
-    return max((4 * _partial_floats(a, n) for a in spec.attention for n in sizes.buckets(max_running)), default=0)
-
-
-def _partial_floats(of: Attention, sequences: int) -> int:
-    splits = sizes.attention_splits(sequences, of.kv_heads, sizes.MOST_PROCESSORS)
-    return sizes.attention_floats(sequences, of.heads, of.head_dim, splits)
-
-
-def latent_partials_bytes(spec: Model, max_running: int) -> int:
-    """Bytes of latent attention's partial results, with up to LATENT_HEADS heads per program; see partials_bytes."""
-    return max(
-        (
-            4 * sizes.attention_floats(n, a.heads, a.rank, _latent_splits(a, n))
-            for a in spec.latent_attention
-            for n in sizes.buckets(max_running)
-        ),
-        default=0,
-    )
-
-
-def _latent_splits(of: LatentAttention, sequences: int) -> int:
-    return sizes.latent_splits(sequences, -(-of.heads // LATENT_HEADS), sizes.MOST_PROCESSORS)
-
-
-def delta_chunks_bytes(spec: Model, batch_tokens: int) -> int:
-    """Bytes of a linear attention layer's chunk inverses, scores and decays, in float32."""
-    heads = max((b.mixer.value_heads for b in spec.blocks if isinstance(b.mixer, GatedDeltaNet)), default=0)
-    return 4 * sizes.delta_chunk_floats(batch_tokens, heads)
 
 
 def _hybrid_bytes(spec: Model, batch_tokens: int) -> int:

@@ -1,11 +1,14 @@
-"""Logit adjustments before sampling, on the CPU: penalties, logit bias, min_tokens. Each row is independent."""
+"""Logit adjustments before sampling, on the CPU: penalties, logit bias, min_tokens, constraints. Each row is
+independent."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.sampling.rows import Row
@@ -14,7 +17,7 @@ from proa.sampling.rows import Row
 def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Apply each row's adjustments to logits, float32 [R, vocab]. Never writes to the input; returns the input itself
     if no row is adjusted."""
-    if not any(row.is_adjusted for row in rows):
+    if not any(row.is_adjusted or row.matcher is not None for row in rows):
         return logits
     out = logits.clone()
     for scores, row in zip(out, rows, strict=True):
@@ -22,9 +25,17 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         _presence_and_frequency(scores, row)
         for token, bias in row.sampling.logit_bias.items():
             scores[token] += bias
-        if row.num_output < row.sampling.min_tokens:
+        if row.delays_end:
             scores[[*row.sampling.eos_token_ids, *row.sampling.stop_token_ids]] = -torch.inf
+        if row.matcher is not None:
+            _forbid(scores, row.matcher.mask(row.tokens, row.num_prompt))
     return out
+
+
+def _forbid(scores: Tensor, mask: NDArray[np.int32]) -> None:
+    """Set the scores of all tokens outside the mask (see Matcher.mask) to -inf, in place."""
+    allowed = np.unpackbits(mask.view(np.uint8), count=len(scores), bitorder="little")
+    scores.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
 
 
 def _repetition(scores: Tensor, row: Row) -> None:

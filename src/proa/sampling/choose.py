@@ -33,7 +33,7 @@ def choose(argmax: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[S
     for i in range(len(rows)):
         token, row = argmax[i], rows[i]
         sampled.append(SampledToken(token))
-        if token >= 0 and not row.takes_argmax:
+        if token >= 0 and not row.keeps(token):
             drawn.append(i)
         if token >= 0 and row.sampling.logprobs is not None:
             scored.append(i)

@@ -54,7 +54,7 @@ class LogitEdits:
         penalty, one = np.float32(s.repetition_penalty), np.float32(1)
         less = np.float32(s.presence_penalty) + np.float32(s.frequency_penalty) * times
         plus = table["bias"].copy()
-        if row.num_output < s.min_tokens:
+        if row.delays_end:
             plus[self._ends] = -np.inf
         out = np.empty((count, 4), np.int32)
         out[:, 0] = table["token"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from proa.grammar.matcher import Matcher
 from proa.types import Sampling
 
 
@@ -15,13 +16,14 @@ class Row(msgspec.Struct):
     """The sequence that a row of logits belongs to.
 
     `tokens`: prompt and answer so far; the list grows with the sequence, so that a Row may be kept from step to step.
-    `edits`: penalties or logit_bias change logits at every position.
+    `matcher`: which tokens a constraint allows. `edits`: penalties or logit_bias change logits at every position.
     """
 
     sampling: Sampling
     tokens: Sequence[int]
     num_prompt: int
     request: str = ""  # the request's id, constant over steps
+    matcher: Matcher | None = None
     edits: bool = False  # computed by __post_init__
 
     def __post_init__(self) -> None:
@@ -42,14 +44,31 @@ class Row(msgspec.Struct):
         return self.tokens[self.num_prompt :]
 
     @property
+    def delays_end(self) -> bool:
+        """True if min_tokens forbids eos and stop tokens here. A matcher does that itself."""
+        return len(self.tokens) - self.num_prompt < self.sampling.min_tokens and self.matcher is None
+
+    @property
     def is_adjusted(self) -> bool:
-        """True if the request changes its logits before sampling."""
-        return self.edits or len(self.tokens) - self.num_prompt < self.sampling.min_tokens
+        """True if the request changes single logits before sampling."""
+        return self.edits or self.delays_end
+
+    @property
+    def fault(self) -> str:
+        """Why the request cannot go on; "" if it can."""
+        return "" if self.matcher is None else self.matcher.fault
 
     @property
     def takes_argmax(self) -> bool:
-        """True if the sampled token is the argmax of the unmodified logits: greedy, without adjustments."""
-        return self.sampling.temperature == 0.0 and not self.is_adjusted
+        """True if the sampled token is the argmax of the unmodified logits: greedy, without adjustments and
+        constraint."""
+        return self.sampling.temperature == 0.0 and not self.is_adjusted and self.matcher is None
+
+    def keeps(self, token: int) -> bool:
+        """True if the row takes the argmax `token` of the unmodified logits: greedy, and the constraint allows it."""
+        if self.takes_argmax or self.matcher is None or self.is_adjusted or self.sampling.temperature > 0.0:
+            return self.takes_argmax
+        return bool(self.matcher.mask(self.tokens, self.num_prompt)[token // 32] >> (token % 32) & 1)
 
     def uniform(self) -> float:
         """Return the random number in [0, 1) for the next token. It depends only on the seed and the position in the

@@ -3,11 +3,12 @@ into one response. The objects themselves are written by chat.py, completions.py
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +17,7 @@ from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.parsers.events import AnswerParser, ChoiceParser, Parsed, PlainText
-from proa.server.replies import PromptDetails, Usage
+from proa.server.replies import Usage
 from proa.server.service import RequestRecord
 from proa.text.answer import numerics_error
 from proa.text.merge import merge
@@ -48,7 +49,9 @@ class Job:
     continuous_usage: bool
     writer: ReplyWriter
     ends_with_usage: bool
-    parser: Callable[[], AnswerParser] = PlainText  # called once per choice
+    parser: Callable[[], AnswerParser] = PlainText  # called once per choice, and once for its `kept`
+    one_call: bool = False  # an answer ends with its first tool call
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the response
     is_prompt_only: bool = False  # max_tokens 0: the engine generates one token, which is discarded
 
 
@@ -61,24 +64,35 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
     usage.total_tokens = record.prompt_tokens = usage.prompt_tokens
     clock = _TokenClock(record, metrics)
-    parsers: defaultdict[tuple[int, int], ChoiceParser] = defaultdict(lambda: ChoiceParser(job.parser()))
-    streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt) for p in job.prompts]
+    parsers: defaultdict[Any, ChoiceParser] = defaultdict(lambda: ChoiceParser(job.parser(), one_call=job.one_call))
+    ended: set[tuple[int, int]] = set()  # by their first call
+    markers = job.parser().kept
+    streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt, markers=markers) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:
+            if (prompt_index, chunk.index) in ended:
+                continue
             _refuse_cut_off(chunk)
             if job.is_prompt_only:
                 chunk = _without_token(chunk)
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
-            _count(usage, record, chunk)
             parsed = parsers[prompt_index, chunk.index].feed(chunk.text, chunk.markers, chunk.finish)
+            _count(usage, record, chunk, parsed)
+            if parsed.finish is not None and chunk.finish is None:
+                chunk = msgspec.structs.replace(chunk, finish="stop")
+                ended.add((prompt_index, chunk.index))
             for written in job.writer.objects(prompt_index, chunk, parsed, usage if job.continuous_usage else None):
                 yield written
+            if len(ended) == len(job.prompts) * job.params.n:
+                break  # which aborts the sequences
     if job.ends_with_usage:
         for written in job.writer.last_objects(usage):
             yield written
 
 
-def _count(usage: Usage, record: RequestRecord, chunk: Chunk) -> None:
+def _count(usage: Usage, record: RequestRecord, chunk: Chunk, parsed: Parsed) -> None:
+    if parsed.is_reasoning:
+        usage.completion_tokens_details.reasoning_tokens += len(chunk.tokens)
     usage.completion_tokens += len(chunk.tokens)
     usage.total_tokens += len(chunk.tokens)
     if chunk.cached_tokens is not None and chunk.index == 0:  # the n choices share one prompt: count it once
@@ -89,8 +103,7 @@ def _count(usage: Usage, record: RequestRecord, chunk: Chunk) -> None:
 
 def copy_usage(usage: Usage) -> Usage:
     """Copy the counts: a streamed object is serialised later, when `usage` has already changed."""
-    details = PromptDetails(usage.prompt_tokens_details.cached_tokens)
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, details)
+    return copy.deepcopy(usage)
 
 
 def _refuse_cut_off(chunk: Chunk) -> None:

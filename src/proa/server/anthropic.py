@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from functools import partial
+
+import msgspec
 
 from proa.llm import AsyncLLM
-from proa.parsers.events import Parsed, Text
+from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
+from proa.server.anthropic_prompt import as_chat
 from proa.server.anthropic_replies import (
+    AnyBlock,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
     Ending,
+    InputJsonDelta,
     Message,
     MessageDelta,
     MessageStart,
     MessageStop,
+    SignatureDelta,
     StreamEvent,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
     Usage,
 )
-from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
-from proa.server.prompts import tokenize_chat
-from proa.types import Chat, Chunk, SamplingParams
+from proa.server.anthropic_schema import MessagesRequest
+from proa.server.prompts import fitted, tokenize_chat
+from proa.types import Chunk, SamplingParams
 
 
 async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, model_name: str) -> Job:
@@ -38,58 +48,78 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         top_k=request.top_k,
         stop=tuple(request.stop_sequences),
     )
-    prompt = await tokenize_chat(llm, as_chat(request))
-    llm.check(prompt, params)
+    chat = as_chat(request)
+    prompt = await tokenize_chat(llm, chat)
     return Job(
         prompts=[prompt],
-        params=params,
+        params=fitted(llm, prompt, params),
         priority=0,
         salt="",
         continuous_usage=False,
         ends_with_usage=True,
+        parser=partial(llm.answer_parser, chat, prompt),
         writer=MessagesReplyWriter(answer_id, model_name),
     )
 
 
-def as_chat(request: CountTokensRequest) -> Chat:
-    """Convert to the chat template's form: the system prompt comes first, adjacent messages of one role are merged
-    (as Anthropic does), and a final assistant message is continued."""
-    turns = [("system", block.text) for block in request.system]
-    turns += [(turn.role, block.text) for turn in request.messages for block in turn.content]
-    by_role = groupby(turns, key=itemgetter(0))
-    messages = [{"role": role, "content": _content([text for _, text in same])} for role, same in by_role]
-    continues = messages[-1]["role"] == "assistant"
-    return Chat(messages=messages, add_generation_prompt=not continues, continue_final_message=continues)
-
-
-def _content(texts: list[str]) -> str | list[dict[str, str]]:
-    """Return one text block as a string: some templates render a list of parts differently."""
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
-
-
 class MessagesReplyWriter:
-    """Writes Anthropic's events: one text block, opened by the first chunk and closed by the last."""
+    """Writes Anthropic's events: blocks of text, reasoning and tool calls, each opened by its first event and closed
+    by the first of another one. An answer without events has one empty text block."""
 
     def __init__(self, answer_id: str, model_name: str) -> None:
         self._id = f"msg_{answer_id}"
         self._model = model_name
-        self._is_open = False
+        self._has_begun = False
         self._ending = Ending("end_turn")
+        self._index = -1
+        self._open: AnyBlock | None = None
+        self._reasoning = hashlib.sha256()  # of the open block
 
     def objects(
         self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: replies.Usage | None
     ) -> Iterator[StreamEvent]:
-        if not self._is_open:
-            self._is_open = True
+        if not self._has_begun:
+            self._has_begun = True
             counted = _usage(len(chunk.prompt_tokens or ()), chunk.cached_tokens or 0, 0)
             yield MessageStart(Message(self._id, self._model, counted))
-            yield ContentBlockStart(TextBlock())
         for event in parsed.events:
-            if isinstance(event, Text):
-                yield ContentBlockDelta(TextDelta(event.text))
+            yield from self._written(event)
         if chunk.finish is not None:
-            self._ending = _ending(chunk)
-            yield ContentBlockStop()
+            self._ending = _ending(chunk, parsed)
+            if self._index < 0:
+                yield from self._opened(TextBlock())
+            yield from self._closed()
+
+    def _written(self, event: Event) -> Iterator[StreamEvent]:
+        match event:
+            case Text(text):
+                if not isinstance(self._open, TextBlock):
+                    yield from self._opened(TextBlock())
+                yield ContentBlockDelta(self._index, TextDelta(text))
+            case Reasoning(text):
+                if not isinstance(self._open, ThinkingBlock):
+                    yield from self._opened(ThinkingBlock())
+                    self._reasoning = hashlib.sha256()
+                self._reasoning.update(text.encode())
+                yield ContentBlockDelta(self._index, ThinkingDelta(text))
+            case ToolCall():
+                yield from self._opened(ToolUseBlock(event.id, event.name))
+            case ToolArguments():
+                yield ContentBlockDelta(self._index, InputJsonDelta(event.json))
+
+    def _opened(self, block: AnyBlock) -> Iterator[StreamEvent]:
+        yield from self._closed()
+        self._open = block
+        self._index += 1
+        yield ContentBlockStart(self._index, block)
+
+    def _closed(self) -> Iterator[StreamEvent]:
+        if isinstance(self._open, ThinkingBlock):
+            signature = base64.b64encode(b"proa" + self._reasoning.digest()).decode()
+            yield ContentBlockDelta(self._index, SignatureDelta(signature))
+        if self._open is not None:
+            yield ContentBlockStop(self._index)
+        self._open = None
 
     def last_objects(self, usage: replies.Usage) -> Iterator[StreamEvent]:
         cached = usage.prompt_tokens_details.cached_tokens
@@ -97,20 +127,42 @@ class MessagesReplyWriter:
         yield MessageStop()
 
     def fold(self, objects: Sequence[StreamEvent]) -> Message:
-        text = "".join(made.delta.text for made in objects if isinstance(made, ContentBlockDelta))
-        answer = Message(self._id, self._model, Usage(), content=[TextBlock(text)])
+        answer = Message(self._id, self._model, Usage())
+        pieces: dict[int, list[str]] = {}
         for made in objects:
-            if isinstance(made, MessageDelta):
-                answer.usage = made.usage
-                answer.stop_reason, answer.stop_sequence = made.delta.stop_reason, made.delta.stop_sequence
+            match made:
+                case ContentBlockStart(index, block):
+                    answer.content.append(block)
+                    pieces[index] = []
+                case ContentBlockDelta(index, SignatureDelta(signature)):
+                    answer.content[index] = ThinkingBlock(signature=signature)
+                case ContentBlockDelta(index, TextDelta(text) | ThinkingDelta(text) | InputJsonDelta(text)):
+                    pieces[index].append(text)
+                case MessageDelta():
+                    answer.usage = made.usage
+                    answer.stop_reason, answer.stop_sequence = made.delta.stop_reason, made.delta.stop_sequence
+        answer.content = [_filled(block, "".join(pieces[i])) for i, block in enumerate(answer.content)]
         return answer
+
+
+def _filled(block: AnyBlock, text: str) -> AnyBlock:
+    """Return the block with its content, which its deltas had."""
+    match block:
+        case TextBlock():
+            return TextBlock(text)
+        case ThinkingBlock():
+            return ThinkingBlock(text, block.signature)
+        case ToolUseBlock():
+            return ToolUseBlock(block.id, block.name, msgspec.json.decode(text) if text else {})
 
 
 def _usage(prompt: int, cached: int, output: int) -> Usage:
     return Usage(input_tokens=prompt - cached, cache_read_input_tokens=cached, output_tokens=output)
 
 
-def _ending(chunk: Chunk) -> Ending:
+def _ending(chunk: Chunk, parsed: Parsed) -> Ending:
+    if parsed.finish == "tool_calls":
+        return Ending("tool_use")
     if chunk.finish == "length":
         return Ending("max_tokens")
     if isinstance(chunk.stop_reason, str):

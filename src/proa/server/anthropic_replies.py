@@ -5,6 +5,8 @@ Each struct's `type` tag is also its server-sent event name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -21,8 +23,34 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str = ""
 
 
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):
@@ -32,7 +60,7 @@ class Message(msgspec.Struct, tag_field="type", tag="message"):
     model: str
     usage: Usage
     role: str = "assistant"
-    content: list[TextBlock] = []
+    content: list[AnyBlock] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
 
@@ -42,17 +70,17 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    content_block: TextBlock
-    index: int = 0
+    index: int
+    content_block: AnyBlock
 
 
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    delta: TextDelta
-    index: int = 0
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    index: int = 0
+    index: int
 
 
 class Ending(msgspec.Struct):

@@ -7,37 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from proa.server.anthropic_blocks import AnyBlock, TextBlock, as_blocks
 from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, GeneratingRequest
 
 
-class TextBlock(BaseModel):
-    """A text content block, the only supported type. Unknown keys are collected and reported in a header."""
+class _Part(BaseModel):
+    """A nested object. Unknown keys are collected and reported in a header."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["text"]
-    text: str
-    cache_control: Any = None  # ignored: prefixes are always cached
-    citations: Any = None  # ignored: clients send earlier answers back unchanged
 
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if not isinstance(kind, str):
-            raise ValueError('A content block must have the form {"type": "text", "text": "..."}')
-        if kind != "text":
-            raise ValueError(f"Content blocks of type {kind!r} are not supported; send text blocks only")
-        return value
-
-
-class Turn(BaseModel):
+class Turn(_Part):
     """One message; a string `content` becomes a list of one text block."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     role: Literal["user", "assistant", "system"]
-    content: list[TextBlock] = Field(min_length=1)
+    content: list[AnyBlock] = Field(min_length=1)
 
     @field_validator("content", mode="before")
     @classmethod
@@ -45,11 +29,81 @@ class Turn(BaseModel):
         return as_blocks(value)
 
 
+class Tool(_Part):
+    """A tool of the client's, or (with another type than "custom") one that Anthropic's servers would run."""
+
+    type: str | None = None
+    name: str | None = Field(None, min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = None  # these four are without effect: see `unknown_options`
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+    allowed_callers: Any = None
+
+    @property
+    def is_custom(self) -> bool:
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Tool:
+        if self.is_custom and (self.name is None or self.input_schema is None):
+            raise ValueError("A tool needs name and input_schema")
+        return self
+
+
+class ToolChoice(_Part):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError('name belongs to type "tool"')
+        return self
+
+
+class Thinking(_Part):
+    """Whether the model reasons first, by variables of the chat template."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _budget(self) -> Thinking:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError("budget_tokens is missing")
+        return self
+
+
+class OutputConfig(_Part):
+    effort: str | None = None  # without effect
+    format: dict[str, Any] | None = None
+    task_budget: Any = None  # without effect
+
+    @field_validator("format")
+    @classmethod
+    def _text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            raise ValueError("Structured output is not implemented")
+        return value
+
+
 class CountTokensRequest(ApiRequest):
     """POST /v1/messages/count_tokens: the conversation."""
 
     messages: list[Turn] = Field(min_length=1)
     system: list[TextBlock] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     @field_validator("system", mode="before")
     @classmethod
@@ -60,13 +114,34 @@ class CountTokensRequest(ApiRequest):
     def unknown_options(self) -> list[str]:
         return [f"{path}.{name}" for path, part in self._parts() for name in part.model_extra or {}]
 
+    @property
+    def unused_options(self) -> list[str]:
+        """Known fields that have no effect."""
+        unused = [f"tools[{i}]" for i, tool in enumerate(self.tools) if not tool.is_custom]
+        names = {
+            "thinking": (self.thinking, ("budget_tokens", "display")),
+            "output_config": (self.output_config, ("effort", "task_budget")),
+        }
+        for path, (part, fields) in names.items():
+            unused += [f"{path}.{name}" for name in fields if getattr(part, name, None) is not None]
+        marked = any(getattr(part, "cache_control", None) is not None for _, part in self._parts())
+        return [*unused, "cache_control"] if marked else unused
+
     def _parts(self) -> Iterator[tuple[str, BaseModel]]:
-        for i, block in enumerate(self.system):
-            yield f"system[{i}]", block
+        for name in ("tool_choice", "thinking", "output_config"):
+            if (part := getattr(self, name)) is not None:
+                yield name, part
+        for i, text in enumerate(self.system):
+            yield f"system[{i}]", text
+        for i, tool in enumerate(self.tools):
+            if tool.is_custom:
+                yield f"tools[{i}]", tool
         for i, turn in enumerate(self.messages):
             yield f"messages[{i}]", turn
             for j, block in enumerate(turn.content):
                 yield f"messages[{i}].content[{j}]", block
+                for path, nested in block.parts():
+                    yield f"messages[{i}].content[{j}].{path}", nested
 
 
 class MessagesRequest(GeneratingRequest, CountTokensRequest):
@@ -79,12 +154,3 @@ class MessagesRequest(GeneratingRequest, CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-
-
-def as_blocks(value: Any) -> Any:
-    """Convert a string to a list of one text block; pass a list through. Raises ValueError for other types."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("Send a string or a list of text blocks")
-    return value

@@ -9,11 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from proa.errors import ProaError
-from proa.server import generate, models, status
+from proa.server import generate, models, ollama, status
 from proa.server.dialect import error_response
 from proa.server.errors import ApiError, from_proa
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
+from proa.server.not_served import refusal_of
 from proa.server.replies import VERSION
 from proa.server.service import Service
 
@@ -23,6 +24,7 @@ def build_app(service: Service) -> FastAPI:
     every error has its protocol's format; therefore there is no generated OpenAPI page."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     _add_generating_routes(app, service)
+    _add_ollama_routes(app, service)
     _add_model_routes(app, service)
     _add_status_routes(app, service)
     app.add_exception_handler(ApiError, _answer_api_error)
@@ -50,19 +52,46 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         return await generate.completions(request, service)
 
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        return await generate.responses(request, service)
+
     @app.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
         return await generate.messages(request, service)
 
 
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", response_model=None)
+    async def chat(request: Request) -> Response:
+        return await generate.ollama_chat(request, service)
+
+    @app.post("/api/generate", response_model=None)
+    async def complete(request: Request) -> Response:
+        return await generate.ollama_generate(request, service)
+
+    @app.get("/api/tags", response_model=None)
+    @app.get("/api/ps", response_model=None)
+    async def tags() -> Response:
+        return ollama.tags(service)
+
+    @app.post("/api/show", response_model=None)
+    async def show(request: Request) -> Response:
+        return await ollama.show(request, service)
+
+    @app.api_route("/api/version", methods=["GET", "HEAD"], response_model=None)
+    async def version() -> Response:
+        return ollama.version()
+
+
 def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=None)
-    async def list_models() -> Response:
-        return models.model_list(service)
+    async def list_models(request: Request) -> Response:
+        return models.model_list(request, service)
 
     @app.get("/v1/models/{name:path}", response_model=None)
-    async def get_model(name: str) -> Response:
-        return models.model_card(name, service)
+    async def get_model(name: str, request: Request) -> Response:
+        return models.model_card(name, request, service)
 
     @app.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
@@ -78,6 +107,10 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.api_route("/", methods=["GET", "HEAD"], response_model=None)
+    async def root() -> Response:
+        return status.root(service)
+
     @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         return status.health(service)
@@ -112,6 +145,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _from_router(error: HTTPException, asked: str) -> ApiError:
+    if error.status_code == 404 and (refusal := refusal_of(asked.partition(" ")[2])) is not None:
+        return refusal
     if error.status_code == 404:
         return ApiError(404, "unknown_url", f"Unknown request URL: {asked}. docs/api.md lists them.")
     if error.status_code == 405:

@@ -15,8 +15,8 @@ MAX_BODY_BYTES = 32 * 1024 * 1024  # a million tokens are about 5 MB of text or 
 _MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Read the request's JSON object. Raises ApiError 400, 413 or 415; ClientGoneError if the upload is cut off."""
+async def read_body(request: Request) -> list[bytes]:
+    """Read the request's body, in parts. Raises ApiError 413 or 415; ClientGoneError if the upload is cut off."""
     media_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if media_type != "application/json":  # blocks cross-origin pages too: this media type needs a CORS preflight
         message = (
@@ -28,12 +28,12 @@ async def read_json(request: Request) -> dict[str, Any]:
         message = f"The body has content encoding {encoding!r}; send it uncompressed."
         raise ApiError(415, "unsupported_encoding", message)
     try:
-        return _decode(await _read(request))
+        return await _read(request)
     except ClientDisconnect as error:
         raise ClientGoneError from error
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request) -> list[bytes]:
     """Read the whole body. Of a body that is too large, read and discard up to _MAX_DISCARDED_BYTES before the 413:
     a client that is still sending does not read the response."""
     parts, size = [], 0
@@ -47,10 +47,11 @@ async def _read(request: Request) -> bytes:
     if size > MAX_BODY_BYTES:
         limit = format_bytes(MAX_BODY_BYTES)
         raise ApiError(413, "body_too_large", f"The body is larger than the limit of {limit}.")
-    return b"".join(parts)
+    return parts
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ApiError 400."""
     if not body:
         raise ApiError(400, "invalid_json", "The body is empty; a JSON object is expected.")
     try:

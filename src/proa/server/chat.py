@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from msgspec import UNSET
 
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
-from proa.parsers.events import Parsed, Text
+from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import read_messages, read_tools, refuse_too_many, tokenize_chat
+from proa.server.prompts import fitted, prompt_of, read_messages, read_tools, refuse_too_many
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -21,9 +22,13 @@ from proa.server.replies import (
     ChatChunkChoice,
     ChatLogprobs,
     Delta,
+    Function,
+    FunctionDelta,
     Message,
+    ToolCallDelta,
     Usage,
 )
+from proa.server.replies import ToolCall as WrittenCall
 from proa.server.schema import ChatRequest
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, Chunk, SamplingParams
@@ -33,27 +38,35 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
     refuse_too_many(llm, request.n, "n")
-    prompt = await tokenize_chat(llm, as_chat(request))
-    llm.check(prompt, params)
+    chat = as_chat(request)
+    prompt = await prompt_of(llm, chat)
+    params = fitted(llm, prompt.tokens, params)
     return Job(
-        prompts=[prompt],
+        prompts=[prompt.tokens],
         params=params,
         priority=request.priority,
         salt=request.cache_salt,
         continuous_usage=request.continuous_usage,
         ends_with_usage=request.include_usage or not request.stream,
+        parser=partial(llm.answer_parser, chat, prompt.tokens),
+        one_call=request.parallel_tool_calls is False or request.functions is not None,
+        headers=prompt.headers,
         writer=ChatReplyWriter(llm.tokenizer, request, answer_id, model_name),
     )
 
 
 def as_chat(request: ChatRequest) -> Chat:
-    """Convert to the chat template's form. `reasoning_effort` becomes a template variable, as in vLLM and SGLang."""
+    """Convert to the chat template's form. `reasoning_effort` becomes a template variable, as in vLLM and SGLang;
+    `functions`, the older form of `tools`, become tools."""
     variables = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
+    tools, choice = request.tools, request.tool_choice
+    if request.functions is not None:
+        tools, choice = [{"type": "function", "function": f} for f in request.functions], request.function_call
     return Chat(
         messages=read_messages(request.messages),
-        tools=read_tools(request.tools, request.tool_choice),
+        tools=read_tools(tools, choice),
         template_kwargs=variables,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
@@ -70,7 +83,8 @@ def _params(request: ChatRequest) -> SamplingParams:
 
 
 class ChatReplyWriter:
-    """Writes chat completion objects: per choice a role delta, content deltas, an empty delta with finish_reason."""
+    """Writes chat completion objects: per choice a role delta, deltas of content, reasoning and tool calls, an empty
+    delta with finish_reason."""
 
     def __init__(self, tokenizer: Tokenizer, request: ChatRequest, answer_id: str, model_name: str) -> None:
         self._tokenizer = tokenizer
@@ -79,23 +93,38 @@ class ChatReplyWriter:
         self._model = model_name
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._is_legacy = request.functions is not None
 
     def objects(self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: Usage | None) -> Iterator[ChatChunk]:
         if chunk.index not in self._opened:
             self._opened.add(chunk.index)
             yield self._opening(chunk, usage)
         has_logprobs = self._request.logprobs and chunk.logprobs
-        text = "".join(event.text for event in parsed.events if isinstance(event, Text))
-        if text or has_logprobs or (chunk.tokens and self._request.return_token_ids):
-            choice = ChatChunkChoice(chunk.index, Delta(content=text))
-            if has_logprobs:
-                choice.logprobs = chat_logprobs(self._tokenizer, chunk.logprobs or [])
-            if self._request.return_token_ids:
-                choice.token_ids = chunk.tokens
-            yield self._object([choice], usage)
+        choices = [ChatChunkChoice(chunk.index, self._delta(event)) for event in parsed.events]
+        if not choices and (has_logprobs or (chunk.tokens and self._request.return_token_ids)):
+            choices = [ChatChunkChoice(chunk.index, Delta(content=""))]
+        if choices and has_logprobs:
+            choices[0].logprobs = chat_logprobs(self._tokenizer, chunk.logprobs or [])
+        if choices and self._request.return_token_ids:
+            choices[0].token_ids = chunk.tokens
         if chunk.finish is not None:
-            choice = ChatChunkChoice(chunk.index, Delta(), None, parsed.finish, chunk.stop_reason)
+            is_legacy = self._is_legacy and parsed.finish == "tool_calls"
+            finish = "function_call" if is_legacy else parsed.finish
+            choices.append(ChatChunkChoice(chunk.index, Delta(), None, finish, chunk.stop_reason))
+        for choice in choices:
             yield self._object([choice], usage)
+
+    def _delta(self, event: Event) -> Delta:
+        match event:
+            case Text(text):
+                return Delta(content=text)
+            case Reasoning(text):
+                return Delta(reasoning_content=text)
+            case ToolCall(index, call_id, name):
+                call = ToolCallDelta(index, call_id, "function", FunctionDelta(name))
+            case ToolArguments(index, json):
+                call = ToolCallDelta(index, function=FunctionDelta(arguments=json))
+        return Delta(function_call=call.function) if self._is_legacy else Delta(tool_calls=[call])
 
     def _opening(self, chunk: Chunk, usage: Usage | None) -> ChatChunk:
         opening = self._object([ChatChunkChoice(chunk.index, Delta(role="assistant", content=""))], usage)
@@ -134,13 +163,33 @@ class ChatReplyWriter:
 
 def _fold_choice(index: int, pieces: Sequence[ChatChunkChoice], wants_logprobs: bool) -> ChatChoice:
     texts = [piece.delta.content for piece in pieces if piece.delta.content is not UNSET]
+    reasoning = [piece.delta.reasoning_content for piece in pieces if piece.delta.reasoning_content is not UNSET]
+    calls = _fold_calls([piece.delta for piece in pieces])
+    called = [piece.delta.function_call for piece in pieces if piece.delta.function_call is not UNSET]
     logprobs = [entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content]
     tokens = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]
     return ChatChoice(
         index=index,
-        message=Message("".join(texts)),
+        message=Message(
+            "".join(texts) or (None if calls or called else ""),
+            reasoning_content="".join(reasoning) if reasoning else UNSET,
+            tool_calls=calls or UNSET,
+            function_call=_fold_function(called) if called else UNSET,
+        ),
         logprobs=ChatLogprobs(logprobs) if wants_logprobs else None,
         finish_reason=pieces[-1].finish_reason,
         stop_reason=pieces[-1].stop_reason,
         token_ids=[token for some in tokens for token in some] if tokens else UNSET,
     )
+
+
+def _fold_calls(deltas: Sequence[Delta]) -> list[WrittenCall]:
+    by_index: dict[int, list[ToolCallDelta]] = {}
+    for delta in deltas:
+        for piece in delta.tool_calls or []:
+            by_index.setdefault(piece.index, []).append(piece)
+    return [WrittenCall(p[0].id or "", _fold_function([one.function for one in p])) for p in by_index.values()]
+
+
+def _fold_function(pieces: Sequence[FunctionDelta]) -> Function:
+    return Function(pieces[0].name or "", "".join(piece.arguments for piece in pieces))

@@ -13,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Parsed
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
-from proa.server.prompts import encode_text, refuse_too_many
+from proa.server.prompts import encode_text, fitted, refuse_too_many
 from proa.server.replies import FINGERPRINT, Completion, CompletionChoice, Usage
 from proa.server.schema import CompletionRequest, Prompt
 from proa.types import Chunk, SamplingParams, TokenLogprob
@@ -25,7 +25,7 @@ async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: s
     refuse_too_many(llm, len(request.prompt) * request.n, "prompt")
     prompts = [await _tokens_of(llm, given, request) for given in request.prompt]
     for prompt in prompts:
-        llm.check(prompt, params)
+        params = fitted(llm, prompt, params)
     echoed = [_text_of(llm, given, request) for given in request.prompt] if request.echo else []
     return Job(
         prompts=prompts,

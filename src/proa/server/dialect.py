@@ -1,4 +1,4 @@
-"""Error format and stream framing of each API, OpenAI's or Anthropic's, chosen by the request's path."""
+"""Error format and stream framing of each API, chosen by the request's path."""
 
 from __future__ import annotations
 
@@ -12,25 +12,42 @@ from starlette.types import Scope
 from proa.server.anthropic_errors import error_reply
 from proa.server.errors import ApiError, json_response
 from proa.server.service import RequestRecord
-from proa.server.sse import NAMED_FRAMES, PLAIN_FRAMES, Frames
-
-_ANTHROPIC_PATH = "/v1/messages"
+from proa.server.sse import LINE_FRAMES, NAMED_FRAMES, PLAIN_FRAMES, TYPED_FRAMES, Frames
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API's conventions. error_body: (error, request id) -> body of an error response."""
+    """One API's conventions. error_body: (error, request id) -> body of an error response; error_event: the same ->
+    the event that ends a failed stream."""
 
     error_body: Callable[[ApiError, str], Any]
+    error_event: Callable[[ApiError, str], Any]
     frames: Frames
 
 
-OPENAI = Dialect(lambda error, _: error.body(), PLAIN_FRAMES)
-ANTHROPIC = Dialect(error_reply, NAMED_FRAMES)
+def _openai_error(error: ApiError, request_id: str) -> Any:
+    return error.body()
+
+
+def _failed_response(error: ApiError, request_id: str) -> Any:
+    response = {"id": f"resp_{request_id}", "object": "response", "status": "failed", "output": []}
+    details = {"code": error.code, "message": error.message}
+    return {"type": "response.failed", "sequence_number": 0, "response": {**response, "error": details}}
+
+
+def _ollama_error(error: ApiError, request_id: str) -> Any:
+    return {"error": error.message}
+
+
+OPENAI = Dialect(_openai_error, _openai_error, PLAIN_FRAMES)
+RESPONSES = Dialect(_openai_error, _failed_response, TYPED_FRAMES)
+OLLAMA = Dialect(_ollama_error, _ollama_error, LINE_FRAMES)
+ANTHROPIC = Dialect(error_reply, error_reply, NAMED_FRAMES)
+_BY_PATH = {"/api": OLLAMA, "/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES}
 
 
 def dialect_of(path: str) -> Dialect:
-    return ANTHROPIC if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/") else OPENAI
+    return next((d for start, d in _BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:

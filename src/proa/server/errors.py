@@ -75,6 +75,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """Format a pydantic location: ("messages", 0, "role") -> messages[0].role."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    """Format a pydantic location: ("messages", 0, "role") -> messages[0].role. Tags of unions, "#...", are left out."""
+    named = [part for part in location if isinstance(part, int) or not part.startswith("#")]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)
     return path.removeprefix(".") or "body"

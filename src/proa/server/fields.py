@@ -1,8 +1,8 @@
 """Request fields that other servers support and Proa does not: one table.
 
 Each field of a request is one of four kinds: implemented (in schema.py or anthropic_schema.py); refused, because it
-would change the answer (neutral values are accepted); ignored, because it cannot change the answer; or unknown
-(reported in a response header; refused with --strict).
+would change the answer (neutral values are accepted); ignored, because it cannot change the answer; or unknown (it is
+refused with --strict). A response header names the ignored and unknown ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from proa.server.errors import ApiError
 
-Endpoint = Literal["chat", "completions", "messages", "tokenize"]
+Endpoint = Literal["chat", "completions", "messages", "responses", "ollama", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,17 @@ class Ignored:
     why: str
 
 
-_STRUCTURED = "Structured output is not implemented."
+_STRUCTURED = "Structured output is implemented on /v1/chat/completions."
 _SAMPLER = "This sampler is not implemented."
-_TOOLS = "Tool calls are not parsed yet."
-# Fields of OpenAI's endpoints and Proa's own, which /v1/messages refuses unless null.
+_NOT_CHAT: tuple[Endpoint, ...] = ("completions", "messages")
+# Fields of chat and completions, which /v1/messages and /v1/responses refuse unless null.
 _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
-    *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output", "stream_options"),
+    *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt"),
+    *("response_format", "structured_outputs", "structural_tag", "regex", "ebnf", "grammar", "json_schema"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 )
 
 REFUSED: tuple[Refused, ...] = (
@@ -55,23 +57,21 @@ REFUSED: tuple[Refused, ...] = (
     Refused("modalities", (["text"],), "Answers are text."),
     Refused("moderation"),
     Refused("web_search_options", hint="Proa makes no network requests."),
-    Refused("response_format", ({"type": "text"},), _STRUCTURED),
-    Refused("functions", ([],), "Use tools."),
-    Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
-    Refused("parallel_tool_calls", (True,)),
-    Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages")),
+    Refused("functions", ([],), "Use tools.", on=(*_NOT_CHAT, "responses")),
+    Refused("function_call", ("none", "auto"), "Use tools and tool_choice.", on=(*_NOT_CHAT, "responses")),
+    Refused("parallel_tool_calls", (True,), on=_NOT_CHAT),
+    Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages", "responses")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
-    Refused("store", (False,), "Proa stores no answers."),
+    Refused("template", ("",), "Choose it when the server starts, with --chat-template.", on=("ollama",)),
+    Refused("store", (False,), "/v1/responses stores answers.", on=("chat", "completions", "messages")),
+    Refused("background", (False,), "Keep the connection open.", on=("responses",)),
+    Refused("background_options", on=("responses",)),
+    Refused("conversation", hint="Use previous_response_id.", on=("responses",)),
+    Refused("prompt", hint="Send input.", on=("responses",)),
+    Refused("max_tool_calls", hint="Proa runs no tools.", on=("responses",)),
+    Refused("image", hint="Answers are text.", on=("responses",)),
     # vLLM and SGLang
-    Refused("guided_json", hint=_STRUCTURED),
-    Refused("guided_regex", hint=_STRUCTURED),
-    Refused("guided_choice", hint=_STRUCTURED),
-    Refused("guided_grammar", hint=_STRUCTURED),
-    Refused("structured_outputs", hint=_STRUCTURED),
-    Refused("structural_tag", hint=_STRUCTURED),
-    Refused("regex", hint=_STRUCTURED),
-    Refused("ebnf", hint=_STRUCTURED),
     Refused("bad_words", ([],), "Use logit_bias."),
     Refused("allowed_token_ids", hint="Use logit_bias."),
     Refused("logits_processors", ([],)),
@@ -87,23 +87,17 @@ REFUSED: tuple[Refused, ...] = (
     Refused("return_hidden_states", (False,)),
     Refused("return_tokens_as_token_ids", (False,), "Use return_token_ids."),
     Refused("spaces_between_special_tokens", (True,)),
-    Refused("echo", (False,), "Only /v1/completions supports echo.", on=("chat", "messages")),
-    Refused("add_special_tokens", (False,), "The chat template adds them.", on=("chat", "messages")),
+    Refused("echo", (False,), "Only /v1/completions supports echo.", on=("chat", "messages", "responses")),
+    Refused("add_special_tokens", (False,), "The chat template adds them.", on=("chat", "messages", "responses")),
     # Anthropic
-    Refused("tools", ([],), _TOOLS, on=("messages",)),
-    Refused("tool_choice", ({"type": "auto"}, {"type": "none"}), _TOOLS, on=("messages",)),
-    Refused("thinking", ({"type": "disabled"},), "Reasoning is part of the answer's text.", on=("messages",)),
-    Refused("output_config", ({},), _STRUCTURED, on=("messages",)),
     Refused("output_format", hint=_STRUCTURED, on=("messages",)),
     Refused("mcp_servers", ([],), "Proa makes no network requests.", on=("messages",)),
     Refused("container", hint="Proa runs no code.", on=("messages",)),
-    Refused("context_management", ({}, {"edits": []}), "Shorten the messages.", on=("messages",)),
     Refused("compaction", hint="Ask for a summary in the messages.", on=("messages",)),
     Refused("thread", hint="Proa stores no conversations; send all messages.", on=("messages",)),
-    *(Refused(name, hint="Use /v1/chat/completions.", on=("messages",)) for name in _OF_CHAT),
+    *(Refused(name, hint="Use /v1/chat/completions.", on=("messages", "responses")) for name in _OF_CHAT),
+    Refused("stream_options", hint="Usage is always sent.", on=("messages",)),
     # llama.cpp
-    Refused("grammar", ("",), _STRUCTURED),
-    Refused("json_schema", hint=_STRUCTURED),
     Refused("n_predict", (-1,), "Use max_tokens."),
     Refused("repeat_penalty", (1.0,), "Use repetition_penalty."),
     Refused("typical_p", (1.0,), _SAMPLER),
@@ -127,10 +121,16 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("prompt_cache_options", "prefixes stay cached until their pages are needed"),
     Ignored("cache_prompt", "prefixes are always cached"),
     Ignored("cache_control", "prefixes are always cached"),
+    Ignored("context_management", "earlier messages are kept as they are"),
+    Ignored("client_metadata", "nothing is stored"),
+    Ignored("access_programs", "there is only one"),
+    Ignored("betas", "beta features are not switched by name"),
     Ignored("inference_geo", "inference runs on this server"),
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
-    Ignored("stream_reasoning", "reasoning is part of the text"),
+    Ignored("guided_decoding_backend", "there is one grammar library"),
+    Ignored("stream_reasoning", "reasoning is streamed as it is generated"),
+    Ignored("separate_reasoning", "reasoning is always apart from the content; --reasoning-parser none joins them"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),
 )
@@ -141,13 +141,14 @@ _IGNORED_NAMES = frozenset(row.name for row in IGNORED)
 
 def implemented_fields(
     body: dict[str, Any], known: Collection[str], endpoint: Endpoint, *, strict: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Return (implemented fields, names of unknown fields); null counts as not given.
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return (implemented fields, names of unknown fields, names of ignored fields); null counts as not given.
 
     Raises ApiError 400 for a refused field, and for an unknown one if `strict`.
     """
     kept: dict[str, Any] = {}
     unknown: list[str] = []
+    ignored: list[str] = []
     for name, value in body.items():
         if name in known:
             if value is not None:
@@ -156,9 +157,11 @@ def implemented_fields(
             _demand_neutral(_REFUSED_BY_NAME[name], value)
         elif name not in _IGNORED_NAMES:
             unknown.append(name)
+        elif value is not None:
+            ignored.append(name)
     if strict:
         refuse_unknown(unknown)
-    return kept, unknown
+    return kept, unknown, ignored
 
 
 def refuse_unknown(names: Collection[str]) -> None:

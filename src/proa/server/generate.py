@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
+from proa.server import ollama
 from proa.server.answer import Job, ReplyWriter, answer_objects
 from proa.server.anthropic import messages_job
 from proa.server.anthropic_schema import MessagesRequest
@@ -19,7 +21,10 @@ from proa.server.completions import completion_job
 from proa.server.dialect import Dialect, dialect_of
 from proa.server.errors import from_proa, internal, json_response
 from proa.server.fields import Endpoint
-from proa.server.intake import read_request
+from proa.server.intake import ignored_header, read_request
+from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
+from proa.server.responses import responses_job
+from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ChatRequest, CompletionRequest, GeneratingRequest
 from proa.server.service import RequestRecord, Service
 from proa.server.sse import EventStream, PrefetchedStream, unless_disconnected
@@ -42,13 +47,30 @@ async def messages(request: Request, service: Service) -> Response:
     return await _generate(request, service, "messages", MessagesRequest, messages_job)
 
 
+async def responses(request: Request, service: Service) -> Response:
+    make_job = partial(responses_job, service.responses)
+    return await _generate(request, service, "responses", ResponsesRequest, make_job)
+
+
+async def ollama_chat(request: Request, service: Service) -> Response:
+    return await _generate(request, service, "ollama", OllamaChatRequest, ollama.chat_job)
+
+
+async def ollama_generate(request: Request, service: Service) -> Response:
+    return await _generate(request, service, "ollama", OllamaGenerateRequest, ollama.generate_job)
+
+
 async def _generate(
     request: Request, service: Service, endpoint: Endpoint, schema: type[R], make_job: MakeJob[R]
 ) -> Response:
     """Serve one request. All checks run before the first byte of a stream, so that a refusal has its own status."""
-    asked, headers = await read_request(request, service, endpoint, schema)
+    asked, ignored = await read_request(request, service, endpoint, schema)
+    if asked.is_empty:
+        return ollama.loaded(service)
     llm, record, receive = service.ready(), record_of(request), request.receive
+    await service.turns.next()
     job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
+    headers = {**ignored_header([*ignored, *asked.cut_limits(job.params.max_tokens)]), **job.headers}
     objects = answer_objects(llm, job, record, service.metrics)
     if asked.stream:
         opened = await unless_disconnected(receive, PrefetchedStream.open(objects))
@@ -75,8 +97,8 @@ def _explainer(record: RequestRecord, dialect: Dialect) -> Callable[[Exception],
     def explain(error: Exception) -> object:
         record.error = str(error) or type(error).__name__
         if isinstance(error, ProaError):
-            return dialect.error_body(from_proa(error), record.request_id)
+            return dialect.error_event(from_proa(error), record.request_id)
         log.error("Unexpected error in request %s", record.request_id, exc_info=error)
-        return dialect.error_body(internal(record.request_id), record.request_id)
+        return dialect.error_event(internal(record.request_id), record.request_id)
 
     return explain

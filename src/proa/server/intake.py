@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from proa.server.body import read_json
+from proa.server.body import decode, read_body
 from proa.server.errors import ApiError, from_validation
 from proa.server.fields import Endpoint, implemented_fields, refuse_unknown
+from proa.server.precheck import LARGE_BYTES
 from proa.server.schema import ApiRequest
 from proa.server.service import Service
 
@@ -21,14 +23,34 @@ _MAX_HEADER_CHARACTERS = 1000
 R = TypeVar("R", bound=ApiRequest)
 
 
-async def read_request(
-    request: Request, service: Service, endpoint: Endpoint, schema: type[R]
-) -> tuple[R, dict[str, str]]:
-    """Return (validated request, headers to add to the response). Raises ApiError or RequestError."""
+@dataclass(frozen=True)
+class Validated(Generic[R]):
+    """A request, the implemented fields it was made from, and the names of unknown and of ignored fields."""
+
+    asked: R
+    fields: dict[str, Any]
+    unknown: list[str]
+    ignored: list[str]
+
+
+async def read_request(request: Request, service: Service, endpoint: Endpoint, schema: type[R]) -> tuple[R, list[str]]:
+    """Return (validated request, names of fields without effect). Raises ApiError or RequestError."""
     strict = service.options.strict
-    body = await service.unless_draining(read_json(request))
+    parts = await service.unless_draining(read_body(request))
+    if service.precheck is not None and sum(map(len, parts)) > LARGE_BYTES:
+        parts = [await service.precheck.reduced(parts, schema.__name__, strict=strict)]
+    await service.turns.next()
+    valid = validated(decode(b"".join(parts)), endpoint, schema, strict=strict)
+    unknown = [*valid.unknown, *valid.asked.unknown_options]
+    service.warn_unknown(unknown)
+    service.check_model(valid.asked.model)
+    return valid.asked, [*unknown, *valid.ignored, *valid.asked.unused_options]
+
+
+def validated(body: dict[str, Any], endpoint: Endpoint, schema: type[R], *, strict: bool) -> Validated[R]:
+    """Validate a parsed body. Raises ApiError or RequestError."""
     try:
-        fields, unknown = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
+        fields, unknown, ignored = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
         asked = schema.model_validate(fields)
     except RecursionError as error:
         raise ApiError(400, "invalid_value", "The request is nested too deeply.") from error
@@ -36,15 +58,12 @@ async def read_request(
         raise from_validation(error) from error
     if strict:
         refuse_unknown(asked.unknown_options)
-    unknown += asked.unknown_options
-    service.warn_unknown(unknown)
-    service.check_model(asked.model)
-    return asked, _ignored_header(unknown)
+    return Validated(asked, fields, unknown, ignored)
 
 
-def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Build the header that lists unknown fields, percent-encoded. At the length limit it lists whole names and a count
-    of the rest: a truncated percent-escape would be invalid."""
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Build the header that lists fields without effect, percent-encoded. At the length limit it lists whole names and
+    a count of the rest: a truncated percent-escape would be invalid."""
     if not names:
         return {}
     shown: list[str] = []

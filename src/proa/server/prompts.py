@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from proa.types import Chat
+from proa.types import Chat, SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS_HEADER = "x-proa-tools"
+MESSAGES_HEADER = "x-proa-messages"
 _INLINE_CHARACTERS = 8192  # up to this length, tokenising takes less time than handing it to a thread
 
 
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Validate messages for the chat template. Unknown keys, parts and tool calls are passed on unchanged.
 
-    The role "developer" becomes "system", the name that templates use. Raises ApiError 400.
+    The role "developer" becomes "system", the name that templates use; the older role "function" and the field
+    "function_call" become a tool's result and a tool call. Raises ApiError 400.
     """
+    messages = [_from_function(message, i) for i, message in enumerate(messages)]
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _from_function(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Rewrite a message of the older form of tool calls, in which a result belongs to the call just before it."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool", "tool_call_id": f"call_{number - 1}"}
+    if not isinstance(message.get("function_call"), dict):
+        return message
+    kept = {key: value for key, value in message.items() if key != "function_call"}
+    call = {"id": f"call_{number}", "type": "function", "function": message["function_call"]}
+    return {**kept, "tool_calls": [call]}
 
 
 def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
@@ -72,16 +90,32 @@ def read_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str
     raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
 
 
-async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation's tokens, and response headers that tell how it was rewritten for the chat template."""
+
+    tokens: list[int]
+    headers: dict[str, str]
+
+
+async def prompt_of(llm: AsyncLLM, chat: Chat) -> Prompt:
     """Render and tokenise a conversation. Raises RequestError, ContextLengthExceeded, ApiError 400."""
     try:
         if len(str(chat.messages)) + len(str(chat.tools)) <= _INLINE_CHARACTERS:
-            text = llm.tokenizer.render(chat)
+            rendered = llm.render(chat)
         else:
-            text = await asyncio.to_thread(llm.tokenizer.render, chat)
+            rendered = await asyncio.to_thread(llm.render, chat)
     except RecursionError as error:
         raise _invalid("messages", "The request is nested too deeply.") from error
-    return await encode_text(llm, text, "messages", add_special_tokens=False)
+    headers = {TOOLS_HEADER: "system-message"} if rendered.has_system_tools else {}
+    if rendered.is_merged:
+        headers[MESSAGES_HEADER] = "merged"
+    return Prompt(await encode_text(llm, rendered.text, "messages", add_special_tokens=False), headers)
+
+
+async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
+    """Return the tokens of `prompt_of`."""
+    return (await prompt_of(llm, chat)).tokens
 
 
 async def encode_text(llm: AsyncLLM, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -110,6 +144,18 @@ def _refuse_hopeless(llm: AsyncLLM, text: str, param: str) -> None:
 @lru_cache(maxsize=1)  # decodes the whole vocabulary: a fraction of a second
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+
+def fitted(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """Check a request as the engine will; return its parameters, with max_tokens cut to what the context leaves.
+
+    Raises RequestError; ContextLengthExceeded if the prompt leaves no room for a token.
+    """
+    room = llm.context_tokens - len(prompt)
+    if params.max_tokens is not None and 0 < room < params.max_tokens:
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    llm.check(prompt, params)
+    return params
 
 
 def refuse_too_many(llm: AsyncLLM, answers: int, param: str) -> None:

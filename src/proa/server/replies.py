@@ -20,11 +20,16 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
+    completion_tokens_details: CompletionDetails = msgspec.field(default_factory=CompletionDetails)
 
 
 # Prompt logprobs in vLLM's format: per position {token id: {logprob, rank, decoded_token}}, null for the first.
@@ -49,9 +54,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionDelta(msgspec.Struct):
+    """A called function: the name at first, then its arguments as JSON text, perhaps in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
+
+
 class Delta(msgspec.Struct):
+    """`function_call`: the older form, in answers to requests with `functions`."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -75,10 +99,26 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
 
 
+class Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: Function
+    type: str = "function"
+
+
 class Message(msgspec.Struct):
-    content: str
+    """`content` is null if the answer has calls and no text."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: Function | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

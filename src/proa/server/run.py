@@ -3,7 +3,8 @@
 The port opens before the model is loaded. The first SIGTERM or SIGINT drains: new requests get 503, running requests
 have --drain-seconds to finish, the rest are aborted with an error, and the exit code is 0. A second signal exits
 immediately with exit code 1. If the model cannot be loaded or the engine dies, running requests get an error, /health
-gives the reason, and the process exits with the error's exit code, so that a supervisor can restart it.
+gives the reason, and the process exits with the error's exit code, so that a supervisor can restart it. An engine that
+dies is restarted first (engine/processes/restarting.py), unless the server runs with --no-restart.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ from proa.engine.ipc import Loading
 from proa.errors import EngineDead, ProaError, ResourceError, UsageError
 from proa.llm import AsyncLLM
 from proa.server.app import build_app
+from proa.server.connections import (
+    ACCEPT_BATCH,
+    HEAD_S,
+    LISTEN_BACKLOG,
+    Connection,
+    OpenConnections,
+    raise_descriptor_limit,
+)
+from proa.server.precheck import Precheck
 from proa.server.service import Service
 from proa.server.welcome import welcome
 
@@ -37,7 +47,6 @@ Launch = Callable[[Progress], Awaitable[AsyncLLM]]  # returns while the engine i
 ERROR_RESPONSES_S = 2.0  # for error responses to reach their clients before the process exits
 ENGINE_STOP_S = 1.0  # for the engine to stop after a second signal
 _KEEP_ALIVE_S = 75  # for idle connections; longer than common clients and proxies keep them in their pools
-_WATCH_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -65,7 +74,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
         raise _bind_error(error, host, port) from error
@@ -144,8 +153,25 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port instead of answering 503; `serve_on` has its
-    own."""
+    """uvicorn with the deadlines and limits of `connections`, and without its signal handlers, which would close the
+    port instead of answering 503; `serve_on` has its own."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        opened = OpenConnections(raise_descriptor_limit())
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                lambda: Connection(self.config, self.server_state, opened),
+                sock=listener,
+                ssl=self.config.ssl,
+                backlog=ACCEPT_BATCH,
+                ssl_handshake_timeout=HEAD_S if self.config.ssl else None,
+            )
+            for listener in sockets
+        ]
+        for listener in sockets:
+            listener.listen(LISTEN_BACKLOG)  # create_server has lowered it to the batch
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -170,10 +196,11 @@ def _signals_request(shutdown: Shutdown) -> Iterator[None]:
 async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable[[], None]) -> None:
     """Load the model, then watch its engine. Never returns; raises the error that ended loading or the engine."""
     service.llm = await launch(_progress_into(service))
+    if service.llm.source is not None:
+        service.precheck = Precheck(service.llm.source)
     await service.llm.engine.wait_ready()
     when_ready()
-    while service.llm.engine.state == "ready":
-        await asyncio.sleep(_WATCH_S)
+    await service.llm.engine.wait_ended()
     raise service.llm.engine.failure or EngineDead("The engine stopped by itself.", "Restart the server.")
 
 
@@ -232,6 +259,8 @@ async def _until_idle(service: Service, at_most_s: float) -> None:
 async def _shut_down(service: Service, server: _Server, http: asyncio.Task[None], shutdown: Shutdown) -> None:
     """Stop the engine (aborting running requests), let their error responses go out, stop the HTTP server."""
     service.draining.set()
+    if service.precheck is not None:
+        service.precheck.close()
     if service.llm is not None:
         await _unless_second_signal(shutdown, service.llm.close(), ENGINE_STOP_S)
     await _unless_second_signal(shutdown, _until_idle(service, ERROR_RESPONSES_S))

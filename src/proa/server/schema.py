@@ -7,11 +7,12 @@ fields raise RequestError, which names the one to change.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from proa.errors import RequestError
+from proa.server.constraints import CONSTRAINING, constraint_of
 from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
@@ -36,6 +37,11 @@ class ApiRequest(BaseModel):
         """Paths of unknown keys inside nested fields, such as stream_options.wibble."""
         return []
 
+    @property
+    def unused_options(self) -> list[str]:
+        """Paths of known fields that have no effect."""
+        return []
+
 
 class StreamOptions(BaseModel):
     """Usage reports in a stream. Unknown keys are collected and reported in a header."""
@@ -47,9 +53,20 @@ class StreamOptions(BaseModel):
 
 
 class GeneratingRequest(ApiRequest):
-    """Fields common to all requests that generate text."""
+    """Fields common to all requests that generate text. `limits`: the fields that limit an answer's tokens."""
+
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     stream: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it asks for nothing but a loaded model."""
+        return False
+
+    def cut_limits(self, most_tokens: int | None) -> list[str]:
+        """Name the limits that were cut to `most_tokens`, what the context leaves."""
+        return [name for name in self.limits if most_tokens is not None and (getattr(self, name) or 0) > most_tokens]
 
 
 class SampledRequest(GeneratingRequest):
@@ -72,6 +89,18 @@ class SampledRequest(GeneratingRequest):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logit_bias: dict[str, float] = {}
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | bool | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | bool | dict[str, Any] | None = None
+    structural_tag: str | dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -132,15 +161,18 @@ class SampledRequest(GeneratingRequest):
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
+            "constraint": constraint_of({name: getattr(self, name) for name in CONSTRAINING}),
         }
         return SamplingParams(**{**same, **converted, **more})
 
 
-_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs")
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "constraint_after")
 
 
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
+
+    limits = ("max_tokens", "max_completion_tokens")
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -148,6 +180,9 @@ class ChatRequest(SampledRequest):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
@@ -165,6 +200,8 @@ class ChatRequest(SampledRequest):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ.", "Send only one of them.", param="max_tokens"
             )
+        if self.functions is not None and self.tools is not None:
+            raise RequestError("functions and tools are both given.", "Send tools only.", param="functions")
         if self.continue_final_message and self.add_generation_prompt:
             if "add_generation_prompt" in self.model_fields_set:
                 raise RequestError(

@@ -16,6 +16,8 @@ from proa.errors import EngineDead, ProaError, ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.errors import ApiError, from_proa
+from proa.server.precheck import Precheck
+from proa.server.stored_responses import StoredResponses
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,19 @@ class RequestRecord:
     error: str = ""  # why a response that began with status 200 failed
 
 
+class Turns:
+    """Queues work of milliseconds, such as tokenising a prompt: one piece for each turn of the event loop. A burst of
+    requests would else stop the loop until all of them were tokenised."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Return when it is the caller's turn; its work goes until it waits for something."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
 class Service:
     """One served model. `llm` is None until the checkpoint is found and its engine has started to load."""
 
@@ -45,11 +60,14 @@ class Service:
         self.options = options
         self.requested_model = model
         self.llm = llm
+        self.precheck: Precheck | None = None
         self.progress: Loading | None = None  # search and download, before there is an engine
         self.failure: ProaError | None = None
         self.draining = asyncio.Event()
         self.in_flight = 0  # HTTP requests being served
         self.metrics = Metrics(self._sample)
+        self.responses = StoredResponses(options.stored_responses)
+        self.turns = Turns()
         self.created_s = int(time.time())
         self._warned: set[str] = set()
 
@@ -59,12 +77,21 @@ class Service:
         return self.options.served_model_name or self.requested_model
 
     @property
+    def _accepts_any_model(self) -> bool:
+        asked = self.options.accept_any_model
+        return self.options.is_loopback if asked is None else asked
+
+    @property
     def is_draining(self) -> bool:
         return self.draining.is_set()
 
     def check_model(self, name: str | None) -> None:
-        """Accept the served name, MODEL as given, "default" and None. Raises ApiError 404 for any other name."""
-        if name is None or name in (self.model_name, self.requested_model, "default"):
+        """Accept the served name, MODEL as given, "default" and None, with --accept-any-model every name. Raises
+        ApiError 404."""
+        if name is not None:
+            name = name.removesuffix(":latest")  # added by Ollama's clients
+        known = (None, self.model_name, self.requested_model, "default")
+        if name in known or self._accepts_any_model:
             return
         message = f'The model {name!r} is not served here. Use {self.model_name!r}, or "default".'
         raise ApiError(404, "model_not_found", message, param="model")
@@ -82,6 +109,8 @@ class Service:
         llm = self.loaded()
         if llm.engine.state == "loading":
             raise self._still_loading()
+        if llm.engine.state == "restarting":
+            raise from_proa(EngineDead("The engine has died and is being restarted.", "Retry in a few seconds."))
         return llm
 
     @property

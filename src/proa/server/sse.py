@@ -33,14 +33,22 @@ def named_event(content: msgspec.Struct) -> bytes:
 
 @dataclass(frozen=True)
 class Frames:
-    """One protocol's framing: the encoder of an event, the keep-alive bytes, and the bytes that end the stream."""
+    """One protocol's framing: the encoder of an event, the keep-alive bytes, the bytes that end the stream, the media
+    type."""
 
     event: Callable[[Any], bytes]
     keep_alive: bytes
     end: bytes
+    media_type: str = "text/event-stream"
 
 
 PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n")
+TYPED_FRAMES = Frames(
+    lambda content: f"event: {content['type']}\n".encode() + event(content), keep_alive=b": working\n\n", end=b""
+)
+LINE_FRAMES = Frames(
+    lambda content: msgspec.json.encode(content) + b"\n", keep_alive=b"", end=b"", media_type="application/x-ndjson"
+)
 NAMED_FRAMES = Frames(named_event, keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n', end=b"")
 
 
@@ -114,8 +122,6 @@ class EventStream(Response):
     `explain` converts an error in mid-stream to the error object that is sent to the client.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         objects: PrefetchedStream[Any],
@@ -123,7 +129,8 @@ class EventStream(Response):
         explain: Callable[[Exception], object],
         headers: dict[str, str],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        no_buffers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**no_buffers, **headers}, media_type=frames.media_type)
         del self.headers["content-length"]
         self._objects = objects
         self._frames = frames

@@ -26,6 +26,11 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _PROBE_PRIORITY = -1_000_000  # ahead of all waiting requests
 
 
+def root(service: Service) -> Response:
+    """Answer 200, because some clients ask here whether there is a server."""
+    return json_response({"name": "proa", "version": VERSION, "model": service.model_name})
+
+
 def health(service: Service) -> Response:
     """Answer 200 when ready, else 503 with the reason; while loading, with phase, percent and ETA."""
     if service.is_draining:
@@ -37,6 +42,8 @@ def health(service: Service) -> Response:
         report = service.loading
         eta_s = None if report.eta_s is None else round(report.eta_s, 1)
         return _unhealthy("loading", phase=report.phase, percent=round(report.percent, 1), eta_s=eta_s)
+    if llm.engine.state == "restarting":
+        return _unhealthy("restarting", reason="The engine has died and is being restarted.")
     if llm.engine.state != "ready":
         return _unhealthy(llm.engine.state, reason="The engine is stopped.")
     return json_response({"status": "ready", "model": service.model_name})

@@ -22,11 +22,11 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         "  Open WebUI",
         f"    Settings > Connections > OpenAI API: URL {url}/v1, key {key}",
-        "  Anthropic clients (tool calls are not parsed yet: requests with tools are refused)",
+        "  Anthropic clients",
         f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
     ]
     if options.api_key:
         lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")
-    if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
+    if not options.is_loopback and not options.api_key:
         lines.append("  Note: every host that can reach this machine can use the model; --api-key KEY prevents that.")
     return "\n".join(lines)

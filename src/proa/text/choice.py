@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container, Mapping
+from types import MappingProxyType
 
 from proa.text.detokenize import Detokenizer
 from proa.text.stop import StopMatcher
@@ -14,13 +16,22 @@ class ChoiceStream:
 
     A token is emitted together with its text: it is held back while its text is an incomplete UTF-8 character or a
     possible start of a stop string, and dropped if all its text is cut off by a stop string.
+
+    markers: text of the tokens whose offsets the chunks report, by id. hidden: those of them that a client does not
+    see; stop strings match the text before and behind one, but not its own.
     """
 
-    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, index: int, request: EngineRequest, params: SamplingParams, detokenizer: Detokenizer, *,
+        markers: Mapping[int, str] = MappingProxyType({}), hidden: Container[int] = (),
+    ) -> None:  # fmt: skip
         self._index = index
         self._request = request
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._markers = markers
+        self._hidden = hidden
+        self._marks: deque[int] = deque()  # positions of markers that were not shown yet
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._made_chars = 0  # characters that came out of the detokeniser
@@ -49,6 +60,7 @@ class ChoiceStream:
             pieces.append(self._matcher.close())
         self.finished = finish is not None
         text = "".join(pieces)
+        marks = self._shown_marks(len(text))
         self._shown_chars += len(text)
         tokens, token_logprobs = self._release()
         tells_of_prompt = self._is_first or event.prompt_logprobs is not None or event.cached_tokens is not None
@@ -58,6 +70,7 @@ class ChoiceStream:
         return Chunk(
             index=self._index,
             text=text,
+            markers=marks,
             tokens=tokens,
             logprobs=None if self._request.sampling.logprobs is None else token_logprobs,
             finish=finish,
@@ -76,7 +89,21 @@ class ChoiceStream:
         self._made_chars += len(text)
         end = self._made_chars + int(self._detokenizer.has_partial)
         self._held.append((token, logprob, start, end))
-        return self._show(text)
+        marker = self._markers.get(token)
+        if marker is None:
+            return self._show(text)
+        self._marks.append(self._made_chars - len(marker))
+        if token not in self._hidden:
+            return self._show(text)
+        shown = self._show(text.removesuffix(marker))
+        return shown if self._stop_string is not None else shown + self._matcher.close() + marker
+
+    def _shown_marks(self, length: int) -> list[int]:
+        """Return the offsets of markers in the next `length` characters that are shown."""
+        marks = []
+        while self._marks and self._marks[0] < self._shown_chars + length:
+            marks.append(self._marks.popleft() - self._shown_chars)
+        return marks
 
     def _show(self, text: str) -> str:
         if self._num_tokens <= self._min_tokens:  # stop strings count only after min_tokens

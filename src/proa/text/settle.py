@@ -86,6 +86,8 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             logit_bias=params.logit_bias,
+            constraint=params.constraint,
+            constraint_after=params.constraint_after,
             **settled,
         )
 

@@ -39,8 +39,10 @@ class StopMatcher:
         return pending[: len(pending) - hold], None
 
     def close(self) -> str:
-        """Return the text held back, at the end of the stream."""
+        """Return the text held back, at the end of the text, or where no stop string may go on."""
         held, self._held = self._held, ""
+        for automaton in self._automata:
+            automaton.matched = 0
         return held
 
 

@@ -25,6 +25,8 @@ from proa.errors import RequestError, TokenizerError
 from proa.types import Chat
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_PROBE = "proa-probe"
+_ASKED = {"role": "user", "content": "Hello"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 # Errors of a template: raise_exception() in its own code, and Python's errors on messages of unexpected form.
 _FAILURES = (
@@ -78,6 +80,31 @@ class ChatTemplate:
         final_text = _mark_end(messages)
         return _cut_at_mark(self._run(name, messages, chat), final_text)
 
+    @property
+    def source(self) -> str:
+        """Source text of all templates."""
+        return "\n".join(self._source.values())
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """True if a request's tools are in the prompt; found by a trial render."""
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+        return self._shows_probe([_ASKED], [{"type": "function", "function": function}])
+
+    @cached_property
+    def renders_calls(self) -> bool:
+        """True if the calls of earlier answers are in the prompt; found by a trial render."""
+        call = {"id": "call_000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "call_000", "name": _PROBE, "content": "done"}
+        return self._shows_probe([_ASKED, answer, result], None)
+
+    def _shows_probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        try:
+            return _PROBE in self.render(Chat(messages=messages, tools=tools))
+        except RequestError:
+            return False
+
     def _run(self, name: str, messages: list[dict[str, Any]], chat: Chat) -> str:
         # As in transformers: `documents` is always defined, and the request's variables override special tokens.
         variables = {**self._special_tokens, "documents": None, **chat.template_kwargs}
@@ -98,7 +125,7 @@ class ChatTemplate:
     @cached_property
     def _takes_parts(self) -> bool:
         """True if the template renders content of the form [{"type": "text", "text": ...}]; found by a trial render."""
-        probe, source = "proa-probe", self._compiled.get("default") or next(iter(self._compiled.values()))
+        probe, source = _PROBE, self._compiled.get("default") or next(iter(self._compiled.values()))
         message = {"role": "user", "content": [{"type": "text", "text": probe}]}
         try:
             text = source.render(self._special_tokens, messages=[message], tools=None, add_generation_prompt=False)
@@ -111,6 +138,8 @@ def _prepare(original: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]
     """Copy a message into the form that templates expect: text parts joined unless `keep_parts`, tool call arguments as
     objects (OpenAI sends JSON text), reasoning under each of the names that templates use."""
     message = copy.deepcopy(dict(original))
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)  # templates take an empty list, or null, for calls
     content = message.get("content")
     if isinstance(content, list) and not keep_parts:
         message["content"] = "\n".join(_part_text(part) for part in content)

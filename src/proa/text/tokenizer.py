@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from proa.errors import RequestError, TokenizerError
+from proa.grammar.vocabulary import Vocabulary
 from proa.text.detokenize import Detokenizer
 from proa.text.gguf_tokenizer import read_gguf
 from proa.text.hf_tokenizer import read_folder
@@ -33,7 +34,7 @@ class Tokenizer:
         self.token_bytes = TokenBytes(source.backend)
         self.eos_token_ids = source.eos_token_ids
         added = source.backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -80,6 +81,17 @@ class Tokenizer:
             )
         return self._template.render(chat)
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None if the model has none."""
+        return self._template
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Text of the tokens that were added to the vocabulary, special or not, by id."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token: self.token_bytes(token).decode("utf-8", "replace") for token in added}
+
     def encode_chat(self, chat: Chat) -> list[int]:
         """Render and encode a conversation. The template writes the special tokens, so encoding adds none."""
         return self.encode(self.render(chat), add_special_tokens=False)
@@ -89,13 +101,21 @@ class Tokenizer:
         pieces = self.detokenizer(skip_special_tokens, from_start=True)
         return "".join(map(pieces.feed, tokens)) + pieces.flush()
 
-    def detokenizer(self, skip_special_tokens: bool = True, *, from_start: bool = False) -> Detokenizer:
-        """Make an incremental detokeniser; `from_start`: for a complete text, not for one that continues a prompt."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, *, from_start: bool = False, kept: Collection[int] = ()
+    ) -> Detokenizer:
+        """Make an incremental detokeniser; `from_start`: for a complete text, not for one that continues a prompt;
+        `kept`: special tokens that are not skipped."""
         return Detokenizer(
             self.token_bytes,
-            self._special_ids if skip_special_tokens else frozenset(),
+            self.special_ids.difference(kept) if skip_special_tokens else frozenset(),
             from_start=from_start and self.token_bytes.strips_leading_space,
         )
+
+    def vocabulary(self, num_tokens: int) -> Vocabulary:
+        """Return the bytes of the tokens 0 to num_tokens - 1, for grammars. Takes about a second per 500 000 tokens."""
+        special = [token for token in sorted(self.special_ids) if token < num_tokens]
+        return Vocabulary([self.token_bytes(token) for token in range(num_tokens)], special, self._backend.to_str())
 
     def token_text(self, token: int) -> str:
         """Decode one token by itself; bytes of an incomplete character become U+FFFD."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode, to_float
-from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
+from proa.native.formats import CODES_PER_BYTE, PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo, ends_too_early, place_of
+from proa.weights.source import AWQ_ROWS
 
 _TORCH = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
@@ -38,17 +39,18 @@ class CodedFiles:
             stream.close()
         self._streams.clear()
 
-    def stored(self, info: TensorInfo, first: int) -> StoredRows:
-        """Locate rows from `first` on in the file, up to the end of their matrix; rows are counted over all matrices
-        of the tensor."""
+    def stored(self, info: TensorInfo, first: int, column: int = 0) -> StoredRows:
+        """Locate rows from `first` and columns from `column` on in the file, up to the end of their matrix; rows are
+        counted over all matrices of the tensor. Both are multiples of `stored_units`."""
         of = _quantised(info)
+        fd, per_byte = self._stream(of.codes.file).fileno(), CODES_PER_BYTE[of.code]
         if of.order is not Order.ROWS:
-            fd = self._stream(of.codes.file).fileno()
-            rows = StoredRows(of.code, of.codes.offset, of.codes.row_bytes, fd, of.order, self._scales(info, 0))
-            return rows.after(first)
-        fd, row_bytes = self._stream(of.codes.file).fileno(), of.codes.nbytes // info.rows
-        start = of.codes.offset + first * row_bytes
-        return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first))
+            skipped = column if of.order is Order.AWQ else column // (4 * per_byte)
+            start, scales = of.codes.offset + skipped * of.codes.row_bytes, self._scales(info, 0)
+            return StoredRows(of.code, start, of.codes.row_bytes, fd, of.order, scales.after(column)).after(first)
+        row_bytes = of.codes.nbytes // info.rows
+        start = of.codes.offset + first * row_bytes + column // per_byte
+        return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first).after(column))
 
     def read(self, info: TensorInfo, first: int, count: int) -> Tensor:
         """Rows [first, first + count), of one matrix or several, as float32 [count, columns]."""
@@ -69,7 +71,11 @@ class CodedFiles:
             transposed = StoredRows(
                 of.code, codes.data_ptr(), of.codes.row_bytes, order=of.order, scales=self._scales(info, 0)
             )
-            decode(transposed.after(first), len(out), out.shape[1], out.data_ptr())
+            before = first % AWQ_ROWS if of.order is Order.AWQ else 0
+            after = -(before + len(out)) % AWQ_ROWS if of.order is Order.AWQ else 0
+            whole = torch.empty(before + len(out) + after, out.shape[1])
+            decode(transposed.after(first - before), len(whole), whole.shape[1], whole.data_ptr())
+            out.copy_(whole[before : before + len(out)])
             return
         row_bytes = of.codes.nbytes // info.rows
         codes = self._bytes(of.codes, first * row_bytes, len(out) * row_bytes)

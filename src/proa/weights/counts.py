@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from proa.errors import ConfigError
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 
 # Keys that count layers, in config.json and (with the architecture as prefix) in GGUF metadata.
 LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
@@ -41,7 +41,7 @@ def refuse_more_layers(
 
 def refuse_many_experts(spec: Model, where: str) -> None:
     """Raise ConfigError for more routed experts in all layers together than any model has."""
-    experts = sum(block.ffn.experts for block in spec.blocks if isinstance(block.ffn, Moe))
+    experts = sum(ffn.experts for ffn in spec.routed.values())
     if experts > _MOST_EXPERTS:
         raise ConfigError(
             f"{where}: the layers have {experts} experts in total, but at most {_MOST_EXPERTS} were expected.",

@@ -64,7 +64,7 @@ def fill_dummy(
         if isinstance(target, Tensor) or routes or len(shape) != 2:
             whole = target if isinstance(target, Tensor) else torch.empty(shape)
             if routes:
-                _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
+                _fill_router(whole, spec.routed[int(name.split(".")[1])], router, _seed(seed, name))
             else:
                 _fill_rows(whole, name, 0, numbers, len(whole))
             if not isinstance(target, Tensor):
@@ -237,13 +237,6 @@ def _fill(target: Tensor, at: int, pool: Tensor, scale: float, seed: int) -> Non
         part = target[first : first + per_copy]
         start = offset(at + first, part.numel(), seed)
         part.copy_(pool[start : start + part.numel()].view(part.shape)).mul_(scale)
-
-
-def _moe(spec: Model, name: str) -> Moe:
-    ffn = spec.blocks[int(name.split(".")[1])].ffn
-    if not isinstance(ffn, Moe):
-        raise TypeError(f"{name} is a router, but {ffn} has none")
-    return ffn
 
 
 def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:

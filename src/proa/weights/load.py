@@ -22,6 +22,8 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
+from proa.models.ranks import Rank
+from proa.models.spec import Model
 from proa.native.fill import Fill, NotFiniteError, ReadError, StoredRows, fill
 from proa.native.formats import Format, Order, layout
 from proa.native.pool import Pool
@@ -31,6 +33,7 @@ from proa.weights.checkpoint import Checkpoint
 from proa.weights.finite import is_finite, not_finite
 from proa.weights.in_parts import in_parts
 from proa.weights.index import FETCH_AGAIN, TensorInfo, ends_too_early
+from proa.weights.narrowed import narrow
 from proa.weights.rows import Rows, open_rows
 from proa.weights.source import Source
 from proa.weights.sources import Sources, resolve, stored_types
@@ -57,17 +60,21 @@ def load_weights(
     progress: Progress,
     pool: Pool | None = None,
     flush: Callable[[], None] | None = None,
+    rank: Rank | None = None,
 ) -> LoadReport:
     """Fill every parameter of `declared.spec` in `targets` (by Proa's names: tensors of any float type, views too, or
     sinks). pool: fills them, required if there are sinks; the bytes are the same without. flush: called after each
-    batch of the workers, so that sinks can move what was staged.
+    batch of the workers, so that sinks can move what was staged. rank: fill the parameters of this rank's model
+    instead, of which only its parts are read.
 
     `progress` is called after every chunk or batch. Raises WeightsError before anything is read if a parameter has no
     source or a tensor no use, and later if a file is cut off or a value is non-finite or overflows.
     """
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
-    _check(declared, targets)
+    if rank is not None:
+        sources = narrow(sources, rank)
+    _check((rank or declared).spec, targets)
     if pool is None and not all(isinstance(target, Tensor) for target in targets.values()):
         raise ValueError("packed weights need a pool to fill them")
     for name, stored in stored_types(sources, checkpoint.tensors).items():
@@ -80,8 +87,8 @@ def load_weights(
     return LoadReport(copy.done_bytes, time.monotonic() - start)
 
 
-def _check(declared: Declared, targets: Mapping[str, Target]) -> None:
-    shapes = dict(declared.spec.params())
+def _check(spec: Model, targets: Mapping[str, Target]) -> None:
+    shapes = dict(spec.params())
     if targets.keys() != shapes.keys():
         raise ValueError(f"targets and parameters differ: {sorted(targets.keys() ^ shapes.keys())[:5]}")
     wrong = [name for name, shape in shapes.items() if tuple(targets[name].shape) != shape]
@@ -134,6 +141,8 @@ class _Copy:
                 self._fill_all(file, rows, group)
         for name, parts in self._sources.joined.items():
             self._fill_joined(parts, self._targets[name])
+        for name in self._sources.blank:
+            _fill_zeros(self._targets[name])
         if self._sources.tied_head is not None:
             self._compare_tied_head(self._sources.tied_head)
 
@@ -188,7 +197,7 @@ class _Copy:
         end: int | None = None,
     ) -> bool:  # fmt: skip
         """Queue jobs that fill a parameter, or its rows from `begin` to `end`; False if workers cannot fill it."""
-        if self._pool is None or source.changed:
+        if self._pool is None or source.changed or not source.whole_units(self._tensors[source.tensor]):
             return False
         plain = isinstance(target, Tensor)
         if source.col_step > 1 and (plain or not source.transposed):
@@ -333,6 +342,13 @@ def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows |
         return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TRANSPOSED)
     stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
     return stored.every(source.row_step) if stored is not None and source.row_step > 1 else stored
+
+
+def _fill_zeros(target: Target) -> None:
+    if isinstance(target, Tensor):
+        target.zero_()
+    else:
+        target.write(0, torch.zeros(target.shape).view(-1, target.shape[-1]))
 
 
 def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
 from proa.native.formats import Order, Stored
 from proa.weights.coded import CodedFiles
+from proa.weights.gguf_header import BLOCKS
 from proa.weights.index import TensorInfo, ends_too_early
 from proa.weights.torch_bin import open_bin
 
@@ -30,7 +31,8 @@ class Rows(Protocol):
         """Rows [first, first + count) as floats of any type, valid until the next call. Raises WeightsError."""
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows | None:
-        """Locate rows from `first` and columns from `column` on in the file; None if only `read` can read them."""
+        """Locate rows from `first` and columns from `column` on in the file, which divide no units (weights/source.py);
+        None if only `read` can read them."""
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         """Read rows into `out` if they are stored with its dtype and it is contiguous; else return False."""
@@ -77,12 +79,11 @@ class _FileRows:
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows:
         info = self._tensors[tensor]
         if info.quantised:
-            return self._coded.stored(info, first)
-        kind = Stored[info.dtype]
-        start = info.offset + first * info.row_bytes + (column * PLAIN_BYTES[kind] if column else 0)
-        return StoredRows(
-            kind, start, info.row_bytes, self._stream.fileno(), Order.TRANSPOSED if transposed else Order.ROWS
-        )
+            return self._coded.stored(info, first, column)
+        block, block_bytes = BLOCKS.get(info.dtype) or (1, PLAIN_BYTES[Stored[info.dtype]])
+        start = info.offset + first * info.row_bytes + column // block * block_bytes
+        order = Order.TRANSPOSED if transposed else Order.ROWS
+        return StoredRows(Stored[info.dtype], start, info.row_bytes, self._stream.fileno(), order)
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         info = self._tensors[tensor]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
+
+from proa.native.formats import CODES_PER_BYTE, PANEL_ROWS, Order
+from proa.weights.gguf_header import BLOCKS
+from proa.weights.index import TensorInfo
+
+AWQ_ROWS = 8  # an int32 word holds a column of so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +34,39 @@ class Source:
     def height(self) -> int:
         """The parameter's rows."""
         return self.cols if self.transposed else self.rows
+
+    @property
+    def width(self) -> int:
+        """The parameter's columns."""
+        return self.rows if self.transposed else self.cols
+
+    def part(self, rows: range, columns: range | None) -> Source:
+        """The part of the parameter with these rows and columns (None: all)."""
+        columns = range(self.width) if columns is None else columns
+        down, across = (columns, rows) if self.transposed else (rows, columns)
+        return replace(
+            self, first_row=self.first_row + down.start * self.row_step, rows=len(down),
+            first_col=self.first_col + across.start * self.col_step, cols=len(across),
+        )  # fmt: skip
+
+    def whole_units(self, info: TensorInfo) -> bool:
+        """True if the rectangle divides no word, block or group of the stored tensor, so that codes and scales can be
+        read by themselves."""
+        rows, columns = stored_units(info)
+        ends = (self.first_col, self.first_col + self.cols)
+        by_rows = rows == PANEL_ROWS or (self.first_row % rows == 0 and self.rows % rows == 0)
+        return by_rows and all(end % columns == 0 or end == info.shape[-1] for end in ends)
+
+
+def stored_units(info: TensorInfo) -> tuple[int, int]:
+    """Rows and columns of a stored tensor between which it may be cut.
+
+    Rows whose scales are shared are cut between panels: a packed panel has one row of scales.
+    """
+    of = info.quantised
+    if of is None:
+        return 1, BLOCKS.get(info.dtype, (1, 0))[0]
+    codes = CODES_PER_BYTE[of.code] * (1 if of.order is Order.ROWS else 4)
+    group = of.group if of.ordered and of.group else 1
+    rows = AWQ_ROWS if of.order is Order.AWQ else PANEL_ROWS if of.scale_rows > 1 else 1
+    return rows, lcm(codes, group)

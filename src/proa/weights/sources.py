@@ -14,7 +14,7 @@ from itertools import chain
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
-from proa.models.spec import Moe, Shape
+from proa.models.spec import Shape
 from proa.native.formats import PANEL_ROWS, Order, Stored
 from proa.weights.index import TensorInfo, misfit
 from proa.weights.joined import parts_of
@@ -33,13 +33,19 @@ _LISTED = 5  # problems that an error names; the rest is counted
 class Sources:
     """The sources of all parameters. params: those with one source. joined: those whose rows come from several, in
     order. ignored: tensor -> why it is not loaded. tied_head: a stored head of a tied model; the loader checks that it
-    equals the embedding. zeros: bias tensors that the model does not have; the loader checks that they are zero."""
+    equals the embedding. zeros: bias tensors that the model does not have; the loader checks that they are zero. blank:
+    parameters without a source, which are zero (one rank's: models/ranks.py)."""
 
     params: dict[str, Source]
     joined: dict[str, tuple[Source, ...]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     tied_head: Source | None = None
     zeros: tuple[str, ...] = ()
+    blank: tuple[str, ...] = ()
+
+    def of(self, name: str) -> tuple[Source, ...]:
+        """The sources of a parameter, in the order of its rows; () if there is no such parameter."""
+        return (self.params[name],) if name in self.params else self.joined.get(name, ())
 
     @property
     def all(self) -> list[Source]:
@@ -155,11 +161,7 @@ class _Stacks:
         self.problems: list[str] = []
         self._names = declared.names
         self._index = index
-        self._moes = {
-            f"blocks.{i}.ffn.experts": block.ffn
-            for i, block in enumerate(declared.spec.blocks)
-            if isinstance(block.ffn, Moe)
-        }
+        self._moes = {f"blocks.{i}.ffn.experts": ffn for i, ffn in declared.spec.routed.items()}
         self._transposed: dict[str, bool | None] = {}
 
     def find(self, name: str, shape: Shape) -> Source | None:
@@ -243,17 +245,17 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
 
 
 def stored_types(sources: Sources, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Parameter -> its type in the checkpoint; "F32" if its rows are not whole stored rows, or have several types."""
+    """Parameter -> its type in the checkpoint; "F32" if it has several, or divides groups of quantised values."""
     found = {name: _stored_type(source, tensors[source.tensor]) for name, source in sources.params.items()}
     for name, parts in sources.joined.items():
         types = {_stored_type(part, tensors[part.tensor]) for part in parts}
         whole_panels = all(part.height % PANEL_ROWS == 0 for part in parts[:-1])
         found[name] = types.pop() if len(types) == 1 and whole_panels else "F32"
-    return found
+    return found | dict.fromkeys(sources.blank, "F32")
 
 
 def _stored_type(source: Source, info: TensorInfo) -> str:
-    if source.cols != info.shape[-1] or source.transposed:
+    if source.transposed or source.col_step > 1 or not source.whole_units(info):
         return "F32"
     blocks = info.quantised is not None and info.quantised.scale_rows > 1
     if blocks and (source.row_step > 1 or source.first_row % info.shape[-2] % PANEL_ROWS):

@@ -12,7 +12,7 @@ from proa.engine.ipc import Ready
 from proa.errors import ResourceError
 from proa.hybrid.model import HybridModel, Placement
 from proa.machine.usage import peak_rss_bytes
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.ops.table import Ops
 from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
@@ -22,7 +22,7 @@ STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the
 
 def top_k(spec: Model) -> int:
     """Largest top_k of any MoE layer; 1 without MoE layers."""
-    return max((block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)), default=1)
+    return max((ffn.top_k for ffn in spec.routed.values()), default=1)
 
 
 def decode_tokens(plan: Plan) -> int:

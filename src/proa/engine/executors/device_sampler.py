@@ -15,8 +15,8 @@ from torch import Tensor
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.ops.device_table import DeviceOps
-from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, floor_of, inverse_of
-from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT
+from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks, floor_of, inverse_of
+from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT, mask_words
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.edits import LogitEdits
 from proa.sampling.rows import Row
@@ -34,7 +34,7 @@ class DeviceSampler:
         pinned = device.type == "cuda"
         self._logprobs, self._ops = logprobs, ops
         self._space = DrawSpace(rows, vocab, min(MOST_KEPT, vocab), device)
-        self._inputs = _Inputs(rows, device)
+        self._inputs = _Inputs(rows, vocab, device)
         self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
         self._saved = torch.zeros(most_edits, device=device)
@@ -110,32 +110,44 @@ class DeviceSampler:
 
 
 class _Inputs:
-    """Sampling parameters of the rows, as columns: one pinned block, copied in one transfer."""
+    """Sampling parameters of the rows, as columns: one pinned block, copied in one transfer; and masks of the rows that
+    have a constraint, copied in another."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        words = mask_words(vocab)
+        self._host_words = torch.zeros(rows, words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._words = torch.zeros(rows, words, dtype=torch.int32, device=device)
         rows = -(-rows // 4) * 4  # columns begin at multiples of 16 bytes: Triton compiles other alignments separately
-        nbytes = rows * (4 * 8 + 5 * 4)
+        nbytes = rows * (4 * 8 + 6 * 4)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._floats = self._host[: 32 * rows].view(torch.float64).view(4, rows).numpy()
-        self._ints = self._host[32 * rows :].view(torch.int32).view(5, rows).numpy()
+        self._ints = self._host[32 * rows :].view(torch.int32).view(6, rows).numpy()
         self._theirs = (
             self._device[: 32 * rows].view(torch.float64).view(4, rows),
-            self._device[32 * rows :].view(torch.int32).view(5, rows),
+            self._device[32 * rows :].view(torch.int32).view(6, rows),
         )
         self.explained = self._theirs[1][4]
 
     def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> DrawJobs:
-        number = len(drawn)
+        number, num_masks = len(drawn), 0
+        words = self._host_words.numpy()
         for job, (i, row) in enumerate(drawn):
             s = row.sampling
             self._floats[:, job] = inverse_of(s.temperature), row.uniform(), s.top_p, s.min_p
             self._ints[:4, job] = i, _kind(row), min(s.top_k or NO_TOP_K, NO_TOP_K), floor_of(s.min_p)
+            self._ints[5, job] = -1
+            if row.matcher is not None:
+                words[num_masks], self._ints[5, job] = row.matcher.mask(row.tokens, row.num_prompt), num_masks
+                num_masks += 1
         self._ints[4, : len(explained)] = explained
+        if num_masks:
+            self._words[:num_masks].copy_(self._host_words[:num_masks], non_blocking=True)
         self._device.copy_(self._host, non_blocking=True)
         inverses, uniforms, top_p, min_p = self._theirs[0][:, :number]
         rows, kinds, top_k, floors = self._theirs[1][:4, :number]
-        return DrawJobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p)
+        masks = Masks(self._theirs[1][5, :number], self._words)
+        return DrawJobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p, masks)
 
 
 def _kind(row: Row) -> int:

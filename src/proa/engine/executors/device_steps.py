@@ -17,8 +17,9 @@ from proa.engine.executors.device_sampler import DeviceSampler
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.models.spec import Rope
+from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
-from proa.ops.table import AttentionBatch, LayerCache
+from proa.ops.table import AttentionBatch
 
 
 class Angles(Protocol):
@@ -31,7 +32,7 @@ class DeviceSteps:
     [head rows, vocab], best int32 [head rows]: of the rows scored last."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, angles: Angles, device: torch.device,
+        self, model: Decoder, caches: Caches, limits: StepLimits, angles: Angles, device: torch.device,
         ops: DeviceOps, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._caches, self._angles, self._device = model, caches, angles, device

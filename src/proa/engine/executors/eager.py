@@ -23,7 +23,8 @@ from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.native.doorbell import Counters
-from proa.ops.table import LayerCache, batch_of
+from proa.ops.caches import Caches
+from proa.ops.table import batch_of
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
@@ -42,7 +43,7 @@ class EagerStep(WatchedStep):
 
 class EagerExecutor:
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None,
+        self, model: Decoder, caches: Caches, page_tokens: int, session: Session | None = None,
         *, overlap: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here."""

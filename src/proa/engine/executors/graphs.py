@@ -29,9 +29,9 @@ from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
+from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
 from proa.ops.sizes import buckets
-from proa.ops.table import LayerCache
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -62,8 +62,8 @@ class GraphExecutor:
     """All calls come from one thread, and launch to one queue."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
-        ops: DeviceOps, session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
+        self, model: Decoder, caches: Caches, limits: StepLimits, queue: Queue, ops: DeviceOps,
+        session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""

@@ -23,8 +23,9 @@ from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.native.program import Regime
+from proa.ops.caches import Caches
 from proa.ops.cpu import Recorder
-from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache
+from proa.ops.table import AttentionBatch
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
@@ -70,7 +71,7 @@ class RecordedExecutor:
     """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
 
     def __init__(
-        self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
+        self, model: Decoder, recorder: Recorder, caches: Caches, limits: StepLimits,
         crew: Crew | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: kernels are chosen by phase alone, so a row's bits do not depend on the step it is in; the
@@ -250,14 +251,9 @@ class RecordedExecutor:
         return NOTHING_COUNTED
 
 
-def _num_pages(caches: Sequence[LayerCache]) -> int:
-    """Number of KV pages, the same in every layer that has pages; 1 if none has, because no kernel reads the table."""
-    for cache in caches:
-        if isinstance(cache, KvPages):
-            return len(cache.keys)
-        if isinstance(cache, LatentPages):
-            return len(cache.rows)
-    return 1
+def _num_pages(caches: Caches) -> int:
+    """Number of KV pages; 1 if no cache has pages, because no kernel reads the table."""
+    return next((cache.num_pages for layer in caches for cache in layer if cache.num_pages is not None), 1)
 
 
 def _numbers(recorder: Recorder, count: int) -> Tensor:

@@ -18,7 +18,7 @@ from proa.engine.executors.parts import BlockByBlock, non_finite_rows
 from proa.engine.executors.session import Session
 from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model
 from proa.native.doorbell import Counters
 
 _SOMEWHERE = "The hidden states were not finite."
@@ -56,7 +56,7 @@ class WatchedSession:
 
     def __init__(self, session: Session, spec: Model) -> None:
         self._session = session
-        self._blocks = [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
+        self._blocks = list(spec.routed)
         self._cpu_error = ""
         self.num_launched = 0  # number of begin() calls
         self._num_ended = 0

@@ -30,6 +30,7 @@ from proa.engine.processes.handle import EngineState
 from proa.engine.processes.wire import FrontendEnd
 from proa.engine.stats import Stats
 from proa.errors import EngineDead, ProaError, error_from_wire
+from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
@@ -46,6 +47,7 @@ class EngineClient:
         self.failure: ProaError | None = None
         self.stats = Stats()
         self._process = process
+        self._ended = asyncio.Event()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -81,6 +83,9 @@ class EngineClient:
     async def wait_ready(self) -> Ready:
         return await asyncio.shield(self._ready)
 
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """See EngineHandle.generate."""
         if self.failure is not None:
@@ -105,6 +110,9 @@ class EngineClient:
                 self._aside.rest()
             if not done:
                 self._send(Abort([request.id]))
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self._send(vocabulary)
 
     async def close(self) -> None:
         if self.state != "stopped":
@@ -162,6 +170,7 @@ class EngineClient:
     def _stop(self, state: EngineState, failure: ProaError, finish: bool = False) -> None:
         """End all streams and wait_ready() with `failure`; finish: end streams with an "abort" event instead."""
         self.state, self.failure = state, failure
+        self._ended.set()
         if not self._ready.done():
             self._ready.set_exception(failure)
             self._ready.exception()  # marks it as retrieved: asyncio logs no error if wait_ready() was never called

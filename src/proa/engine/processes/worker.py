@@ -31,14 +31,18 @@ from proa.engine.ipc import (
     ToEngine,
     Tokens,
 )
+from proa.engine.processes.admission import Admission
 from proa.engine.processes.wire import SIZE_BYTES, EngineEnd
 from proa.errors import EngineDead, ProaError
+from proa.grammar.store import GrammarStore
+from proa.grammar.vocabulary import Vocabulary
 from proa.native.pool import Pool
 
 log = logging.getLogger(__name__)
 
 # An idle engine waits for a message at most this long before it polls again.
 IDLE_POLL_MS = 10_000
+COMPILING_POLL_MS = 1  # while a grammar is compiled that an idle engine waits for
 
 
 class Channel:
@@ -73,6 +77,7 @@ def run(channel: Channel) -> int:
     """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
     timeline = Timeline()
     timeline.mark("imports")
+    grammars = GrammarStore(os.sched_getaffinity(0))  # before the engine's thread is bound to one CPU
     start = channel.receive()
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
         channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
@@ -84,7 +89,7 @@ def run(channel: Channel) -> int:
         if engine.helpers is not None:
             channel.send_by(engine.helpers)
         channel.send(ready)
-        serve(engine, channel)
+        serve(Admission(engine, grammars), engine, channel)
     except ProaError as error:
         failure = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
         if loaded:
@@ -107,19 +112,22 @@ def run(channel: Channel) -> int:
     return 0
 
 
-def serve(engine: Engine, channel: Channel) -> None:
+def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
     """Handle all pending messages, then run one step, in turn until Shutdown."""
     channel.send(engine.stats())
     while True:
         if not engine.has_work:
-            channel.wait(IDLE_POLL_MS)
+            channel.wait(COMPILING_POLL_MS if admission.holds else IDLE_POLL_MS)
             engine.clock.start()
         while channel.wait(0):
             message = channel.receive()
             if isinstance(message, Shutdown):
                 engine.settle()
                 return
-            handle(engine, channel, message)
+            handle(admission, engine, channel, message)
+        if admission.holds:
+            for request_id, error in admission.release():
+                channel.send(refusal(request_id, error))
         if engine.has_work:
             events = engine.step()
             channel.send(Tokens(events, engine.stats()))
@@ -128,19 +136,25 @@ def serve(engine: Engine, channel: Channel) -> None:
                 engine.scheduler.check()
 
 
-def handle(engine: Engine, channel: Channel, message: ToEngine) -> None:
+def handle(admission: Admission, engine: Engine, channel: Channel, message: ToEngine) -> None:
     match message:
         case Submit(request):
             try:
-                engine.submit(request)
-            except ProaError as e:
-                channel.send(Refused(request.id, type(e).__name__, e.message, e.remedy, e.param))
+                admission.submit(request)
+            except ProaError as error:
+                channel.send(refusal(request.id, error))
         case Abort(ids):
             for request_id in ids:
-                engine.abort(request_id)
+                admission.abort(request_id)
             channel.send(engine.stats())
+        case Vocabulary():
+            admission.grammars.learn(message)
         case _:
             raise ValueError(f"unexpected message {message!r}")
+
+
+def refusal(request_id: str, error: ProaError) -> Refused:
+    return Refused(request_id, type(error).__name__, error.message, error.remedy, error.param)
 
 
 def exit_with_frontend() -> None:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Hashable
 
 from proa.cache.radix import PrefixNode
+from proa.grammar.matcher import Matcher
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, FinishReason
 
@@ -41,7 +42,10 @@ class Request:
         "salt", "sampling", "state", "state_slot", "stop_ids", "stop_token", "tokens",
     )  # fmt: skip
 
-    def __init__(self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int) -> None:
+    def __init__(
+        self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int,
+        matcher: Matcher | None = None,
+    ) -> None:  # fmt: skip
         self.id = source.id
         self.sampling = source.sampling
         self.priority = source.priority
@@ -51,7 +55,9 @@ class Request:
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
-        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id)  # the sampler's view of the request
+        self.row = Row(
+            self.sampling, self.tokens, self.num_prompt, self.id, matcher
+        )  # the sampler's view of the request
         self.min_length = self.num_prompt + source.sampling.min_tokens  # shorter: eos and stop tokens do not end it
         self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
         self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)
@@ -121,10 +127,11 @@ class Request:
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token; return how the answer ends, or None if it goes on.
 
-        An eos or stop token ends it with "stop", is kept in `stop_token` and is not part of the answer; before
-        min_tokens it is an ordinary token (the sampler forbids it there). "length": max_tokens or context reached.
+        An eos or stop token ends it with "stop", is kept in `stop_token` and is not part of the answer. Before
+        min_tokens it is an ordinary token (the sampler forbids it there), unless a grammar allows nothing else.
+        "length": max_tokens or context reached.
         """
-        if token in self.stop_ids and len(self.tokens) >= self.min_length:
+        if token in self.stop_ids and (len(self.tokens) >= self.min_length or self.row.matcher is not None):
             self.stop_token = token
             return "stop"
         self.tokens.append(token)

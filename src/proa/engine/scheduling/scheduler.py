@@ -41,6 +41,7 @@ from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.stats import SchedulerStats
 from proa.errors import RequestError
+from proa.grammar.matcher import Matcher
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
 
@@ -102,18 +103,16 @@ class Scheduler:
 
     # ---- intake
 
-    def submit(self, source: EngineRequest) -> None:
+    def submit(self, source: EngineRequest, matcher: Matcher | None = None) -> None:
         """Queue a request, or raise RequestError, ContextLengthExceeded, ResourceError or QueueFull."""
         if source.id in self._requests:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
         refuse_crowd(source, self.limits, self._waiting, len(self._running))
         request = Request(
-            source,
-            arrival=self._arrivals,
-            context_tokens=self.limits.context_tokens,
-            page_tokens=self.limits.page_tokens,
-        )
+            source, arrival=self._arrivals, context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens, matcher=matcher,
+        )  # fmt: skip
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.add(request)

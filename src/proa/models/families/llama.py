@@ -74,7 +74,7 @@ def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: flo
     any is left unread."""
     c.expect("hidden_act", "silu", "swish")  # two names of one function
     spec = Model(
-        hidden=blocks[0].mixer.hidden,
+        hidden=c.size("hidden_size"),
         vocab=c.size("vocab_size"),
         blocks=tuple(blocks),
         norm_eps=c.get("rms_norm_eps", float),

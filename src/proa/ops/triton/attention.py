@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.caches import KvPages
 from proa.ops.sizes import MOST_SPLITS, attention_floats
-from proa.ops.table import KvPages
 from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.caches import RecurrentState
+from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
 from proa.ops.triton import delta_chunks
 from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
 from proa.ops.triton.delta_rows import keep_tail, log_decay, part_of

@@ -22,7 +22,7 @@ from torch import Tensor
 from proa.ops.draws import DrawJobs, DrawSpace
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
-from proa.ops.sizes import parts_of
+from proa.ops.sizes import mask_words, parts_of
 from proa.ops.triton.variant import Variant
 from proa.ops.triton.weights import (
     BEST_WEIGHT,
@@ -30,12 +30,12 @@ from proa.ops.triton.weights import (
     IS_BEST,
     IS_CUT,
     NOTHING,
+    allowed_scores_at,
     bins_of,
     keys_of,
     largest_key,
     logs_of,
     score_of,
-    scores_at,
     token_of,
     weigh,
     weights_of,
@@ -70,8 +70,9 @@ def _last_bin(counts, masses, parts, top_k, top_p, floor, vocab, PARTS: tl.const
 
 @triton.jit
 def _gather(
-    logits, row_stride, vocab, rows, kinds, top_k, floors, inverses, top_p, keys, masses, counts, found, kept_keys,
-    kept_weights, parts, most_kept, BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
+    logits, row_stride, vocab, rows, masks, words, row_words, kinds, top_k, floors, inverses, top_p, keys, masses,
+    counts, found, kept_keys, kept_weights, parts, most_kept,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(kinds + job) != IS_CUT:
@@ -83,7 +84,8 @@ def _gather(
     row = tl.load(rows + job).to(tl.int64)
     largest = score_of(largest_key(keys + job * parts, parts, PARTS))
     token = part * BLOCK + tl.arange(0, BLOCK)
-    score = scores_at(logits + row * row_stride, token, vocab)
+    mask = tl.load(masks + job)
+    score = allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words)
     log = logs_of(score, largest, tl.load(inverses + job))
     weight = weights_of(log)
     kept = (weight > 0) & (bins_of(log, BINS) <= last)
@@ -182,7 +184,7 @@ def _pick_cut(
 
 @triton.jit
 def _pick_whole(
-    logits, row_stride, vocab, rows, kinds, inverses, uniforms, keys, masses, tokens, parts,
+    logits, row_stride, vocab, rows, masks, words, row_words, kinds, inverses, uniforms, keys, masses, tokens, parts,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     job = tl.program_id(0).to(tl.int64)
@@ -199,7 +201,9 @@ def _pick_whole(
     chosen = tl.sum((tl.cumsum(mass, 0) <= mark).to(tl.int32), 0)
     mark -= tl.sum(tl.where(part < chosen, mass, 0), 0)
     token = chosen * BLOCK + tl.arange(0, BLOCK)
-    log = logs_of(scores_at(logits + row * row_stride, token, vocab), score_of(best), tl.load(inverses + job))
+    mask = tl.load(masks + job)
+    score = allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words)
+    log = logs_of(score, score_of(best), tl.load(inverses + job))
     passed = tl.cumsum(weights_of(log), 0) <= mark
     tl.store(tokens + row, chosen * BLOCK + tl.sum(passed.to(tl.int32), 0))
 
@@ -209,21 +213,23 @@ def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: T
 
     logits float32 [R, vocab], rows may be strided; tokens int32 [R]; cuts: True if any job's kind is CUT.
     """
-    weigh(logits, jobs.rows, jobs.kinds, jobs.inverses, space)
-    if not (number := len(jobs.rows)):
+    number = len(jobs.rows)
+    masks = jobs.masks or space.no_masks(number)
+    weigh(logits, jobs.rows, jobs.kinds, jobs.inverses, space, masks)
+    if not number:
         return
     vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
-    rounded = triton.next_power_of_2(parts)
+    rounded, row_words = triton.next_power_of_2(parts), mask_words(vocab)
     _pick_whole[(number,)](
-        logits, stride, vocab, jobs.rows, jobs.kinds, jobs.inverses, jobs.uniforms, space.keys, space.masses, tokens,
-        parts, BLOCK=COLUMNS, PARTS=rounded,
+        logits, stride, vocab, jobs.rows, *masks, row_words, jobs.kinds, jobs.inverses, jobs.uniforms, space.keys,
+        space.masses, tokens, parts, BLOCK=COLUMNS, PARTS=rounded,
     )  # fmt: skip
     if not cuts:
         return
     _gather[(number, parts)](
-        logits, stride, vocab, jobs.rows, jobs.kinds, jobs.top_k, jobs.floors, jobs.inverses, jobs.top_p, space.keys,
-        space.masses, space.counts, space.found, space.kept_keys, space.kept_weights, parts, space.most_kept,
-        BLOCK=COLUMNS, PARTS=rounded, BINS=BINS,
+        logits, stride, vocab, jobs.rows, *masks, row_words, jobs.kinds, jobs.top_k, jobs.floors, jobs.inverses,
+        jobs.top_p, space.keys, space.masses, space.counts, space.found, space.kept_keys, space.kept_weights, parts,
+        space.most_kept, BLOCK=COLUMNS, PARTS=rounded, BINS=BINS,
     )  # fmt: skip
     _rank[(number, RANK_PROGRAMS)](
         jobs.kinds, space.found, space.kept_keys, space.kept_weights, space.before, space.ranks, space.most_kept,
@@ -238,8 +244,9 @@ def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: T
 
 _TYPES = {
     "logits": "*fp32", "inverses": "*fp64", "uniforms": "*fp64", "top_p": "*fp64", "min_p": "*fp64",
-    **dict.fromkeys(("row_stride", "vocab", "parts", "most_kept"), "i32"),
-    **dict.fromkeys(("rows", "kinds", "top_k", "floors", "counts", "found", "ranks", "tokens"), "*i32"),
+    **dict.fromkeys(("row_stride", "vocab", "parts", "most_kept", "row_words"), "i32"),
+    **dict.fromkeys(("rows", "masks", "words", "kinds", "top_k", "floors", "counts"), "*i32"),
+    **dict.fromkeys(("found", "ranks", "tokens"), "*i32"),
     **dict.fromkeys(("keys", "masses", "kept_keys", "kept_weights", "before"), "*i64"),
 }  # fmt: skip
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.caches import KvPages
+from proa.ops.table import Angles, QkNorm
 from proa.ops.triton.kv_codes import elements, store_rounded
 from proa.ops.triton.variant import Variant
 

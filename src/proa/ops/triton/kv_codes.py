@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.caches import KvPages
 from proa.ops.gpu_traits import traits_of
-from proa.ops.table import KvPages
 
 MOST_BITS: tl.constexpr = tl.constexpr(0x43E00000)  # bits of 448.0 in float32
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.caches import LatentPages
 from proa.ops.sizes import MOST_SPLITS, attention_floats, latent_splits
-from proa.ops.table import LatentPages
 from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, rows_of_tile
 from proa.ops.triton.variant import Variant
 

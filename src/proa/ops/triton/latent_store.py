@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.table import Angles, LatentPages, Norm
+from proa.ops.caches import LatentPages
+from proa.ops.table import Angles, Norm
 from proa.ops.triton.heads import FEW_ROWS, turn, warps_for
 from proa.ops.triton.variant import Variant
 

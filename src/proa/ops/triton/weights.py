@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops import draws
-from proa.ops.sizes import EDIT_WORDS, parts_of
+from proa.ops.sizes import EDIT_WORDS, mask_words, parts_of
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
@@ -35,6 +35,14 @@ def scores_at(logits, token, vocab):
     """Load logits as float32; NaN and +inf count as -inf: the argmax kernel reports such rows."""
     score = tl.load(logits + token, token < vocab, float("-inf"))
     return tl.where(score < float("inf"), score + 0.0, float("-inf"))  # -0.0 counts as 0.0
+
+
+@triton.jit
+def allowed_scores_at(logits, token, vocab, words, mask, row_words):
+    """scores_at, -inf for tokens that the mask's bits forbid. mask: index of its row in `words`; -1: none."""
+    score = scores_at(logits, token, vocab)
+    word = tl.load(words + mask.to(tl.int64) * row_words + token // 32, (token < vocab) & (mask >= 0), -1)
+    return tl.where(((word >> (token % 32)) & 1) != 0, score, float("-inf"))
 
 
 @triton.jit
@@ -79,11 +87,15 @@ def bins_of(log, BINS: tl.constexpr):
 
 
 @triton.jit
-def _largest(logits, row_stride, vocab, rows, keys, counts, found, parts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _largest(
+    logits, row_stride, vocab, rows, masks, words, row_words, keys, counts, found, parts,
+    BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + job).to(tl.int64)
     token = part * BLOCK + tl.arange(0, BLOCK)
-    key = keys_of(scores_at(logits + row * row_stride, token, vocab), token)
+    mask = tl.load(masks + job)
+    key = keys_of(allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words), token)
     tl.store(keys + job * parts + part, tl.max(tl.where(token < vocab, key, NOTHING), 0))
     if part == 0:
         tl.store(counts + job * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
@@ -92,7 +104,7 @@ def _largest(logits, row_stride, vocab, rows, keys, counts, found, parts, BLOCK:
 
 @triton.jit
 def _weigh(
-    logits, row_stride, vocab, rows, kinds, inverses, keys, masses, counts, parts,
+    logits, row_stride, vocab, rows, masks, words, row_words, kinds, inverses, keys, masses, counts, parts,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -102,7 +114,9 @@ def _weigh(
     row = tl.load(rows + job).to(tl.int64)
     largest = score_of(largest_key(keys + job * parts, parts, PARTS))
     token = part * BLOCK + tl.arange(0, BLOCK)
-    log = logs_of(scores_at(logits + row * row_stride, token, vocab), largest, tl.load(inverses + job))
+    mask = tl.load(masks + job)
+    score = allowed_scores_at(logits + row * row_stride, token, vocab, words, mask, row_words)
+    log = logs_of(score, largest, tl.load(inverses + job))
     weight = weights_of(log)
     tl.store(masses + job * parts + part, tl.sum(weight, 0))
     if kind == IS_CUT:
@@ -149,24 +163,28 @@ def check_logits(logits: Tensor, jobs: int, space: draws.DrawSpace) -> None:
         raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
 
 
-def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: draws.DrawSpace) -> None:
+def weigh(
+    logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: draws.DrawSpace,
+    masks: draws.Masks | None = None,
+) -> None:  # fmt: skip
     """Fill space.keys (largest key per part), space.masses (sum of weights per part, int64; not for BEST) and
     space.counts (for CUT: histogram of log-weights).
 
     logits float32 [R, vocab], rows may be strided; rows, kinds int32 [J]: index of the row, and BEST, WHOLE or CUT;
-    inverses float64 [J]: 1 / temperature.
+    inverses float64 [J]: 1 / temperature. masks: None: all tokens are allowed.
     """
     check_logits(logits, len(rows), space)
     if not len(rows):
         return
     vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
-    grid = (len(rows), parts)
+    grid, (of, words) = (len(rows), parts), masks or space.no_masks(len(rows))
     _largest[grid](
-        logits, stride, vocab, rows, space.keys, space.counts, space.found, parts, BLOCK=COLUMNS, BINS=BINS
+        logits, stride, vocab, rows, of, words, mask_words(vocab), space.keys, space.counts, space.found, parts,
+        BLOCK=COLUMNS, BINS=BINS,
     )  # fmt: skip
     _weigh[grid](
-        logits, stride, vocab, rows, kinds, inverses, space.keys, space.masses, space.counts, parts,
-        BLOCK=COLUMNS, PARTS=triton.next_power_of_2(parts), BINS=BINS,
+        logits, stride, vocab, rows, of, words, mask_words(vocab), kinds, inverses, space.keys, space.masses,
+        space.counts, parts, BLOCK=COLUMNS, PARTS=triton.next_power_of_2(parts), BINS=BINS,
     )  # fmt: skip
 
 
@@ -191,8 +209,8 @@ def restore(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    sizes = dict.fromkeys(("row_stride", "vocab", "parts"), "i32")
-    rows = {"logits": "*fp32", "rows": "*i32", "keys": "*i64", "counts": "*i32"}
+    sizes = dict.fromkeys(("row_stride", "vocab", "parts", "row_words"), "i32")
+    rows = {"logits": "*fp32", "rows": "*i32", "masks": "*i32", "words": "*i32", "keys": "*i64", "counts": "*i32"}
     yield Variant(_largest, {**rows, **sizes, "found": "*i32"}, {"BLOCK": COLUMNS, "BINS": BINS})
     yield Variant(
         _weigh,

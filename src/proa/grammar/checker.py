@@ -1,0 +1,103 @@
+"""Checks constraints before they reach the engine, in processes that may crash or hang (trial.py). Never: HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from contextlib import suppress
+
+import msgspec
+
+from proa.config.env import child_environ
+from proa.errors import RequestError
+from proa.grammar.trial import Verdict
+from proa.types import Constraint
+
+MOST_AT_ONCE = 4
+TIMEOUT_S = 5.0
+KEPT_BYTES = 16 << 20  # texts of constraints whose verdicts are remembered
+
+
+class GrammarChecker:
+    """Belongs to one event loop. Processes start when they are first needed; those that answer stay."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._verdicts: OrderedDict[Constraint, asyncio.Task[Verdict]] = OrderedDict()  # least recently used first
+        self._kept_bytes = 0
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+        self._idle: list[Process] = []
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raise RequestError if the constraint cannot be compiled within the limits; it names the construct."""
+        task = self._verdicts.get(constraint)
+        if task is None:
+            task = self._verdicts[constraint] = asyncio.create_task(self._try(constraint))
+            self._kept_bytes += len(constraint.text)
+            self._forget_oldest()
+        else:
+            self._verdicts.move_to_end(constraint)
+        found = await asyncio.shield(task)  # others may wait for it too
+        if found.message:
+            raise RequestError(found.message, found.remedy, param=found.param)
+
+    async def close(self) -> None:
+        """End the processes. Idempotent."""
+        tasks = list(self._verdicts.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in self._idle:
+            process.kill()
+            await process.wait()
+        self._idle = []
+
+    def _forget_oldest(self) -> None:
+        while self._kept_bytes > KEPT_BYTES and len(self._verdicts) > 1:
+            oldest, task = next(iter(self._verdicts.items()))
+            if not task.done():
+                return
+            del self._verdicts[oldest]
+            self._kept_bytes -= len(oldest.text)
+
+    async def _try(self, constraint: Constraint) -> Verdict:
+        async with self._places:
+            process = self._idle.pop() if self._idle else await _start()
+            line: bytes | None = None
+            try:
+                line = await asyncio.wait_for(_ask(process, constraint), self._timeout_s)
+            except TimeoutError:
+                return _refusal(constraint, f"it takes more than {self._timeout_s:g} s to compile")
+            finally:
+                if line is None:
+                    process.kill()
+                if line:
+                    self._idle.append(process)
+                else:
+                    await process.wait()
+            return msgspec.json.decode(line, type=Verdict) if line else _refusal(constraint, "compiling it failed")
+
+
+async def _start() -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proa.grammar.trial"),
+        stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=child_environ(),
+    )  # fmt: skip
+
+
+async def _ask(process: Process, constraint: Constraint) -> bytes:
+    """The answer; b"" from a process that ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(ConnectionError):  # it has crashed: readline returns nothing
+        process.stdin.write(msgspec.json.encode(constraint) + b"\n")
+        await process.stdin.drain()
+    line = await process.stdout.readline()
+    return line if line.endswith(b"\n") else b""
+
+
+def _refusal(constraint: Constraint, why: str) -> Verdict:
+    param = constraint.param
+    return Verdict(f"{param} cannot be used: {why}.", "Make it smaller or less nested.", param)

@@ -1,0 +1,202 @@
+"""The formats in which model families write calls and reasoning, as data. A new one is a row, and a reader if its calls
+have a form of their own.
+
+Names are those of vLLM and SGLang; ALIASES has further names of theirs. Sources: the chat templates and model cards of
+the published checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proa.parsers.calls import Call, MakeId, Tools, kimi_id, mistral_id, openai_id
+from proa.parsers.json_calls import KIMI_ARGUMENTS, read_deepseek, read_json, read_kimi, read_mistral
+from proa.parsers.literal_calls import GEMMA_QUOTE, read_gemma, read_pythonic
+from proa.parsers.xml_calls import InvokeReader, read_arg_pairs, read_bare_function, read_functions
+
+Read = Callable[[str, Tools], list[Call]]  # the text between delimiters -> calls; raises Malformed, Incomplete
+_HEAD_CHARACTERS = 200
+
+
+def _any(head: str) -> bool:
+    return True
+
+
+def _starting_with(*texts: str) -> Callable[[str], bool]:
+    return lambda head: any(head.startswith(text) or text.startswith(head) for text in texts)
+
+
+_PYTHON_HEAD = re.compile(r"\[([A-Za-z_][\w.]*(\(.*)?)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The delimiters of a call, or of several calls that are written as one.
+
+    close: empty if the call lasts to the next `open`, or to the end of the answer. begins: whether text without
+    whitespace may be the beginning of a call; once False, it stays False for longer text. opens_answer: `open` counts
+    only at the beginning of the answer, and is part of the call's text. ends_open: the answer's end may stand for
+    `close`.
+    """
+
+    open: str
+    close: tuple[str, ...]
+    read: Read
+    begins: Callable[[str], bool] = _any
+    opens_answer: bool = False
+    ends_open: bool = True
+
+    def may_be(self, text: str) -> bool:
+        return self.begins("".join(text[:_HEAD_CHARACTERS].split()))
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family writes calls.
+
+    sections: delimiters around one or more calls. only_in_sections: outside of them `pairs` are text. parts: tokens
+    inside calls whose text is needed to read them.
+    """
+
+    name: str
+    pairs: tuple[Pair, ...]
+    sections: tuple[tuple[str, str], ...] = ()
+    only_in_sections: bool = False
+    parts: tuple[str, ...] = ()
+    make_id: MakeId = openai_id
+    written: str = ""  # a call of NAME with the JSON text ARGUMENTS; empty if the format's arguments are not JSON
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All delimiters and parts."""
+        delimiters = [text for pair in self.pairs for text in (pair.open, *pair.close) if not pair.opens_answer]
+        return (*delimiters, *(text for section in self.sections for text in section), *self.parts)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a family delimits reasoning. in_answer: reasoning stays in the visible text, with its delimiters."""
+
+    name: str
+    open: str = "<think>"
+    close: str = "</think>"
+    in_answer: bool = False
+
+
+_WRITTEN = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
+_OBJECT = _starting_with("{", "[")
+_TAGGED_JSON = (Pair("<tool_call>", ("</tool_call>",), read_json, _OBJECT),)
+_NAMED = _starting_with("name=")
+_FUNCTIONS = (
+    Pair("<tool_call>", ("</tool_call>",), read_functions, _starting_with("<function=")),
+    Pair("<seed:tool_call>", ("</seed:tool_call>",), read_functions, _starting_with("<function=")),
+    Pair("<function=", ("</function>",), read_bare_function, ends_open=False),
+)
+_ARG_PAIRS = (Pair("<tool_call>", ("</tool_call>",), read_arg_pairs, lambda head: not head.startswith(("{", "<"))),)
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK = (Pair("<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>",), read_deepseek),)
+_DEEPSEEK_PARTS = ("<｜tool▁sep｜>",)
+_CALL_WORDS = ('{"name"', '{"type"', '{"function"', '{"parameters"', '{"arguments"')
+
+CALLS: tuple[CallFormat, ...] = (
+    CallFormat("hermes", _TAGGED_JSON, written=_WRITTEN),
+    CallFormat("qwen3_coder", _FUNCTIONS),
+    CallFormat("step3p5", _FUNCTIONS),
+    CallFormat(
+        "kimi_k2",
+        (Pair("<|tool_call_begin|>", ("<|tool_call_end|>",), read_kimi),),
+        sections=(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+        parts=(KIMI_ARGUMENTS,),
+        make_id=kimi_id,
+        written="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    CallFormat("glm45", _ARG_PAIRS),
+    CallFormat("glm47", _ARG_PAIRS),
+    CallFormat(
+        "minimax_m2",
+        (Pair("<invoke", ("</invoke>",), InvokeReader(), _NAMED),),
+        sections=(("<minimax:tool_call>", "</minimax:tool_call>"),),
+        only_in_sections=True,
+    ),
+    CallFormat(
+        "deepseek_v3",
+        _DEEPSEEK,
+        sections=(_DEEPSEEK_SECTION,),
+        parts=_DEEPSEEK_PARTS,
+        written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    CallFormat(
+        "deepseek_v31",
+        _DEEPSEEK,
+        sections=(_DEEPSEEK_SECTION,),
+        parts=_DEEPSEEK_PARTS,
+        written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    CallFormat(
+        "deepseek_v32",
+        (Pair("<｜DSML｜invoke", ("</｜DSML｜invoke>", "/>"), InvokeReader("｜DSML｜"), _NAMED, ends_open=False),),
+        sections=tuple((f"<｜DSML｜{name}>", f"</｜DSML｜{name}>") for name in ("function_calls", "tool_calls")),
+        parts=("｜DSML｜",),
+    ),
+    CallFormat(
+        "llama3_json",
+        (
+            Pair("<|python_tag|>", (), read_json, _OBJECT),
+            Pair("{", (), read_json, _starting_with(*_CALL_WORDS), opens_answer=True),
+        ),
+        written='{"name": "NAME", "parameters": ARGUMENTS}',
+    ),
+    CallFormat(
+        "mistral",
+        (Pair("[TOOL_CALLS]", (), read_mistral),),
+        parts=("[ARGS]", "[CALL_ID]"),
+        make_id=mistral_id,
+        written="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+    ),
+    CallFormat("gemma4", (Pair("<|tool_call>", ("<tool_call|>",), read_gemma),), parts=(GEMMA_QUOTE,)),
+    CallFormat(
+        "nemotron",
+        (Pair("<TOOLCALL>", ("</TOOLCALL>",), read_json, _OBJECT),),
+        written='<TOOLCALL>[{"name": "NAME", "arguments": ARGUMENTS}]</TOOLCALL>',
+    ),
+    CallFormat(
+        "pythonic",
+        (
+            Pair("<|python_start|>", ("<|python_end|>",), read_pythonic),
+            Pair("[", (), read_pythonic, lambda head: _PYTHON_HEAD.fullmatch(head) is not None, opens_answer=True),
+        ),
+    ),
+    CallFormat("lfm2", (Pair("<|tool_call_start|>", ("<|tool_call_end|>",), read_pythonic),)),
+)
+
+REASONING: tuple[ReasoningFormat, ...] = (
+    *(ReasoningFormat(name) for name in ("qwen3", "deepseek_r1", "glm45", "kimi_k2", "minimax_m2", "step3p5")),
+    ReasoningFormat("minimax_m2_append_think", in_answer=True),
+    ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
+    ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+)
+
+HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
+NONE = "none"
+
+CALL_ALIASES = {
+    **{"qwen3": "hermes", "qwen25": "hermes", "qwen": "hermes", "longcat": "hermes"},
+    **{"qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "nano_v3": "qwen3_coder", "seed_oss": "qwen3_coder"},
+    **{"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "step3": "step3p5", "openai": HARMONY},
+    **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
+    **{"deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "llama3": "llama3_json", "llama4": "pythonic"},
+    **{"llama4_pythonic": "pythonic", "harmony": HARMONY, "nemotron_v2": "nemotron", "nano_v2": "nemotron"},
+}
+REASONING_ALIASES = {
+    **{"qwen3_thinking": "qwen3", "nano_v3": "qwen3", "nemotron_v3": "qwen3", "nemotron": "qwen3", "hermes": "qwen3"},
+    **{"deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1", "deepseek_v32": "deepseek_r1"},
+    **{"deepseek_v4": "deepseek_r1", "deepseek": "deepseek_r1", "glm": "glm45", "glm47": "glm45", "kimi": "kimi_k2"},
+    **{"minimax": "minimax_m2", "minimax_append_think": "minimax_m2_append_think", "step3": "step3p5"},
+    **{"harmony": HARMONY, "openai_gptoss": HARMONY, "openai": HARMONY, "magistral": "mistral"},
+}

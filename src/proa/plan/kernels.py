@@ -1,0 +1,111 @@
+"""The limits of mixers' kernels, for refusals before anything is loaded, and their buffers on a GPU: one row for each
+class of kernel in models/mixers.py. Never: adding up a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proa.machine.machine import Gpu
+from proa.models.mixers import AttentionKernel, DeltaKernel, Kernel, LatentKernel
+from proa.models.spec import Model
+from proa.ops import sizes
+from proa.plan.device import best_effort
+
+CPU_MOST_DIM = 576  # head dimension: csrc/src/isa/attend.h
+GPU_MOST_DIM, GPU_MOST_GROUP = 256, 64  # head dimension; query heads per KV head: ops/triton/attention.py
+LATENT_HEADS = 64  # heads per program, at most: smaller programs have fewer splits
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a class of kernel.
+
+    beyond_cpu, beyond_gpu: the reason why the native kernels, or a GPU's, cannot compute it; "" if they can.
+    decode_floats: float32 elements of a GPU's partial results, in a decode step of so many sequences. row_floats: those
+    of a step of so many rows.
+    """
+
+    beyond_cpu: Callable[[Any], str] = lambda kernel: ""
+    beyond_gpu: Callable[[Any, Gpu], str] = lambda kernel, gpu: ""
+    decode_floats: Callable[[Any, int], int] = lambda kernel, sequences: 0
+    row_floats: Callable[[Any, int], int] = lambda kernel, rows: 0
+
+
+def beyond_cpu(spec: Model) -> str:
+    """The reason why the native kernels cannot compute the model's mixers; empty if they can."""
+    return next(filter(None, (FACTS[type(k)].beyond_cpu(k) for k in _kernels(spec))), "")
+
+
+def beyond_gpu(spec: Model, gpu: Gpu) -> str:
+    """The reason why the GPU's kernels cannot compute the model; empty if they can."""
+    if any(not ffn.gating.gated for ffn in spec.routed.values()):
+        return "the GPU's kernels have no experts without a gate"
+    found = (FACTS[type(k)].beyond_gpu(k, gpu) for k in _kernels(spec))
+    return next(filter(None, found), "") or ("" if gpu.simulated else _beyond_fused(spec))
+
+
+def _beyond_fused(spec: Model) -> str:
+    """The reason why a GPU's fused kernels cannot compute what surrounds the mixers; plain torch can."""
+    if any(block.mixer is None or block.ffn is None for block in spec.blocks):
+        return "the GPU's kernels need an attention or recurrent layer and an FFN in every block"
+    shared = [ffn.shared for ffn in spec.routed.values() if ffn.shared]
+    if not all(mlp.gating.gated for mlp in (*shared, *spec.ffns)):
+        return "the GPU's kernels have no MLPs without a gate"
+    return "the GPU's sums have no factors of embeddings, residuals or logits" if spec.scaled else ""
+
+
+def partials_bytes(spec: Model, max_running: int) -> int:
+    """Bytes of partial results of decode on the largest GPU, for the kernel and the bucket that need most."""
+    buckets = sizes.buckets(max_running)
+    return max((4 * FACTS[type(k)].decode_floats(k, n) for k in _kernels(spec) for n in buckets), default=0)
+
+
+def chunks_bytes(spec: Model, batch_tokens: int) -> int:
+    """Bytes that the kernels of a layer exchange in a step of so many rows, for the kernel that needs most."""
+    return max((4 * FACTS[type(k)].row_floats(k, batch_tokens) for k in _kernels(spec)), default=0)
+
+
+def _kernels(spec: Model) -> dict[Kernel, None]:
+    """The different kernels of a model, in the order of layers."""
+    return {kernel: None for mixer in spec.mixers for kernel in mixer.kernels}
+
+
+def _attention_on_cpu(of: AttentionKernel) -> str:
+    return "" if of.head_dim <= CPU_MOST_DIM else f"heads have {of.head_dim} dimensions, more than {CPU_MOST_DIM}"
+
+
+def _attention_on_gpu(of: AttentionKernel, gpu: Gpu) -> str:
+    group = of.heads // of.kv_heads
+    if of.head_dim > GPU_MOST_DIM:
+        return f"heads have {of.head_dim} dimensions, more than {GPU_MOST_DIM}"
+    return "" if group <= GPU_MOST_GROUP else f"{group} query heads share a KV head, more than {GPU_MOST_GROUP}"
+
+
+def _attention_floats(of: AttentionKernel, sequences: int) -> int:
+    splits = sizes.attention_splits(sequences, of.kv_heads, sizes.MOST_PROCESSORS)
+    return sizes.attention_floats(sequences, of.heads, of.head_dim, splits)
+
+
+def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
+    old = best_effort(gpu)
+    return "latent attention needs matrix instructions for bfloat16, compute capability 8.0" if old else ""
+
+
+def _latent_floats(of: LatentKernel, sequences: int) -> int:
+    splits = sizes.latent_splits(sequences, -(-of.heads // LATENT_HEADS), sizes.MOST_PROCESSORS)
+    return sizes.attention_floats(sequences, of.heads, of.rank, splits)
+
+
+def _delta_floats(of: DeltaKernel, rows: int) -> int:
+    """Chunk inverses, scores and decays."""
+    return sizes.delta_chunk_floats(rows, of.heads)
+
+
+FACTS: dict[type[Kernel], Facts] = {
+    AttentionKernel: Facts(_attention_on_cpu, _attention_on_gpu, decode_floats=_attention_floats),
+    LatentKernel: Facts(beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
+    DeltaKernel: Facts(row_floats=_delta_floats),
+}

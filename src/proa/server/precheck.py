@@ -1,0 +1,106 @@
+"""Large bodies are parsed, validated and tokenised in a process of their own first, so that other requests go on.
+
+Parsing 30 MiB of JSON holds Python's interpreter lock for hundreds of milliseconds. The process answers with the error
+of the request, or with its body reduced to the fields that are used, which cannot be much longer than the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from proa.config.env import child_environ
+from proa.llm import TextSource
+from proa.server.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+LARGE_BYTES = 512 * 1024  # smaller bodies take some 10 ms
+SIZE_BYTES = 8  # before each message and each body, little-endian
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Asks for a check of the body that follows. schema: the name of the request's class."""
+
+    schema: str
+    strict: bool
+    body_bytes: int
+
+
+class Wrong(msgspec.Struct, frozen=True, tag=True):
+    """The fields of an ApiError."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: dict[str, str] = {}
+
+
+class Right(msgspec.Struct, frozen=True, tag=True):
+    body: bytes
+
+
+Outcome = Wrong | Right
+
+
+class Precheck:
+    """The process that checks large bodies, one after the other; it is started for the first one."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def reduced(self, parts: Sequence[bytes], schema: str, *, strict: bool) -> bytes:
+        """Return the body, given in parts, with the fields that are used. Raises ApiError."""
+        # A client that disconnects must not end an exchange in the middle: the next one would read its answer.
+        outcome = await asyncio.shield(self._exchange(parts, Check(schema, strict, sum(map(len, parts)))))
+        if isinstance(outcome, Wrong):
+            raise ApiError(outcome.status, outcome.code, outcome.message, param=outcome.param, headers=outcome.headers)
+        return outcome.body
+
+    async def _exchange(self, parts: Sequence[bytes], check: Check) -> Outcome:
+        async with self._turn:
+            process = await self._running()
+            assert process.stdin is not None and process.stdout is not None  # noqa: PT018 - pipes, by construction
+            try:
+                for data in (_framed(msgspec.msgpack.encode(check)), *parts):
+                    process.stdin.write(data)
+                    await process.stdin.drain()
+                size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES), "little")
+                outcome: Outcome = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
+                return outcome
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                log.error("The process that checks large requests has ended; the next one starts it again.")
+                self.close()
+                raise ApiError(500, "internal_error", "The request could not be checked. Send it again.") from error
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "proa.server.precheck_process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=child_environ(),
+            )
+            assert self._process.stdin is not None  # a pipe, by construction
+            self._process.stdin.write(_framed(msgspec.msgpack.encode(self._source)))
+        return self._process
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        self._process = None
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(SIZE_BYTES, "little") + message

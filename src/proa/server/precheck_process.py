@@ -1,0 +1,106 @@
+"""The process of Precheck: `python -m proa.server.precheck_process`. It ends when its standard input does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from proa.errors import ProaError
+from proa.llm import AsyncLLM, TextSource
+from proa.obs.units import format_bytes
+from proa.server import ollama
+from proa.server.anthropic import messages_job
+from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from proa.server.body import decode
+from proa.server.chat import chat_job
+from proa.server.completions import completion_job
+from proa.server.errors import ApiError, from_proa
+from proa.server.fields import Endpoint
+from proa.server.intake import validated
+from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from proa.server.precheck import SIZE_BYTES, Check, Outcome, Right, Wrong
+from proa.server.responses import responses_job
+from proa.server.responses_schema import ResponsesRequest
+from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from proa.server.stored_responses import StoredResponses
+
+MAX_REDUCED_BYTES = 8 << 20  # of what remains: a million tokens are 5 MB of text or 7 MB of token ids
+_NICENESS = 10  # behind the server and the engine
+
+
+@dataclass(frozen=True)
+class _Schema:
+    endpoint: Endpoint
+    schema: type[ApiRequest]
+    make_job: Callable[..., Coroutine[Any, Any, Any]] | None = None
+
+
+async def _response_job(llm: AsyncLLM, request: ResponsesRequest, answer_id: str, name: str) -> None:
+    if request.previous_response_id is None:  # only the server has stored responses
+        await responses_job(StoredResponses(1), llm, request, answer_id, name)
+
+
+SCHEMAS = {
+    row.schema.__name__: row
+    for row in (
+        _Schema("chat", ChatRequest, chat_job),
+        _Schema("completions", CompletionRequest, completion_job),
+        _Schema("messages", MessagesRequest, messages_job),
+        _Schema("messages", CountTokensRequest),
+        _Schema("responses", ResponsesRequest, _response_job),
+        _Schema("ollama", OllamaChatRequest, ollama.chat_job),
+        _Schema("ollama", OllamaGenerateRequest, ollama.generate_job),
+        _Schema("ollama", OllamaShowRequest),
+        _Schema("tokenize", TokenizeRequest),
+        _Schema("tokenize", DetokenizeRequest),
+    )
+}
+
+
+def checked(llm: AsyncLLM, check: Check, body: bytes) -> Outcome:
+    """Do what the server would do with a request until it generates."""
+    try:
+        return Right(_reduced(llm, check, body))
+    except ProaError as error:
+        wrong = from_proa(error)
+    except ApiError as error:
+        wrong = error
+    return Wrong(wrong.status, wrong.code, wrong.message, wrong.param, wrong.headers)
+
+
+def _reduced(llm: AsyncLLM, check: Check, body: bytes) -> bytes:
+    row = SCHEMAS[check.schema]
+    request = validated(decode(body), row.endpoint, row.schema, strict=check.strict)
+    if row.make_job is not None:
+        asyncio.run(row.make_job(llm, request.asked, "", ""))
+    fields = {**request.fields, **dict.fromkeys(request.unknown), **dict.fromkeys(request.ignored, True)}
+    left = msgspec.json.encode(fields)
+    if len(left) > MAX_REDUCED_BYTES:
+        message = f"The fields that are used have {format_bytes(len(left))}; at most {format_bytes(MAX_REDUCED_BYTES)}."
+        raise ApiError(413, "body_too_large", message)
+    return left
+
+
+def _read(stream: BinaryIO) -> bytes:
+    return stream.read(int.from_bytes(stream.read(SIZE_BYTES), "little"))
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    llm = AsyncLLM.without_engine(msgspec.msgpack.decode(_read(stdin), type=TextSource))
+    while message := _read(stdin):
+        check = msgspec.msgpack.decode(message, type=Check)
+        outcome = msgspec.msgpack.encode(checked(llm, check, stdin.read(check.body_bytes)))
+        stdout.write(len(outcome).to_bytes(SIZE_BYTES, "little") + outcome)
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

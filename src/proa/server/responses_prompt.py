@@ -1,0 +1,186 @@
+"""Items and tools of /v1/responses in the chat template's form, which is that of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proa.server.errors import ApiError
+from proa.server.prompts import read_messages, read_tools
+from proa.server.responses_schema import ResponsesRequest
+from proa.types import Chat
+
+_SEALED = "proa."  # begins our form of encrypted_content
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_DROPPED = ("web_search_call",)  # history of tools that did not run here
+
+
+@dataclass(frozen=True)
+class DeclaredTool:
+    """A tool of a request. A custom tool takes a text; the model is told of a function with the argument `input`."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name that the model sees."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def declared_tools(tools: Iterable[Mapping[str, Any]]) -> dict[str, DeclaredTool]:
+    """Return the usable tools by the name that the model sees."""
+    flat = _flat(tools)
+    return {
+        function_name(tool["name"], namespace): DeclaredTool(tool["name"], namespace, tool["type"] == "custom")
+        for namespace, _, tool in flat
+    }
+
+
+def as_chat(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Chat:
+    """Convert a request to the template's form; items: of the conversation, earlier responses included. Raises
+    ApiError 400."""
+    messages = _Messages()
+    if request.instructions:
+        messages.add({"role": "system", "content": request.instructions})
+    for i, item in enumerate(items):
+        messages.item(item, f"input[{i}]")
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return Chat(messages=read_messages(messages.all), tools=_tools(request), template_kwargs=variables)
+
+
+class _Messages:
+    """Collects messages: reasoning, text and calls of one turn become one assistant message, neighbouring system and
+    developer messages one system message."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def item(self, item: Mapping[str, Any], path: str) -> None:
+        kind = item.get("type", "message")
+        match kind:
+            case "message":
+                self.add({"role": item.get("role"), "content": _text(item.get("content"), f"{path}.content")})
+            case "reasoning":
+                self._begin_turn({"reasoning_content": _reasoning(item)})
+            case "function_call" | "custom_tool_call":
+                self._call(item, path)
+            case "function_call_output" | "custom_tool_call_output":
+                call_id, output = _field(item, "call_id", path), _text(item.get("output"), f"{path}.output")
+                self.add({"role": "tool", "tool_call_id": call_id, "content": output})
+            case _ if kind not in _DROPPED:
+                message = f"Items of type {kind!r} are not supported."
+                raise ApiError(400, "unsupported_content", message, param=path)
+
+    def add(self, message: dict[str, Any]) -> None:
+        last = self.all[-1] if self.all else {}
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if message["role"] == "assistant" and last.get("role") == "assistant" and "tool_calls" not in last:
+            last["content"] += message["content"]
+        elif message["role"] == "system" and last.get("role") == "system":
+            last["content"] += "\n\n" + message["content"]
+        else:
+            self.all.append(message)
+
+    def _begin_turn(self, fields: dict[str, Any]) -> None:
+        self.all.append({"role": "assistant", "content": "", **fields})
+
+    def _call(self, item: Mapping[str, Any], path: str) -> None:
+        if not self.all or self.all[-1]["role"] != "assistant":
+            self._begin_turn({})
+        name = function_name(_field(item, "name", path), item.get("namespace"))
+        if item["type"] == "custom_tool_call":
+            arguments = msgspec.json.encode({"input": _field(item, "input", path)}).decode()
+        else:
+            arguments = _field(item, "arguments", path)
+        function = {"name": name, "arguments": arguments}
+        call = {"id": _field(item, "call_id", path), "type": "function", "function": function}
+        self.all[-1].setdefault("tool_calls", []).append(call)
+
+
+def _field(item: Mapping[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, "invalid_value", f"{path}.{name} must be a string.", param=f"{path}.{name}")
+    return value
+
+
+def _text(content: Any, path: str) -> str:
+    """Return the text of a string or of a list of text parts. Raises ApiError 400 for pictures, files and sound."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, "invalid_value", f"{path} must be a string or a list of parts.", param=path)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            texts.append(str(part.get("refusal")))
+        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            message = f"Content parts of type {kind!r} are not supported; send parts of type 'input_text'."
+            raise ApiError(400, "unsupported_content", message, param=f"{path}[{i}]")
+    return "\n".join(texts)
+
+
+def seal(reasoning: str) -> str:
+    """Encode reasoning as encrypted_content, which clients send back. It is not secret: only packed."""
+    return _SEALED + base64.b64encode(zlib.compress(reasoning.encode())).decode()
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    """Return the reasoning of an item: its content, else what `seal` packed; another server's stays unread."""
+    if item.get("content"):
+        return _text(item["content"], "content")
+    sealed = item.get("encrypted_content")
+    if not isinstance(sealed, str) or not sealed.startswith(_SEALED):
+        return ""
+    try:
+        unpacker = zlib.decompressobj()
+        return unpacker.decompress(base64.b64decode(sealed[len(_SEALED) :], validate=True), 1 << 25).decode()
+    except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
+        message = f"encrypted_content of a reasoning item is damaged: {error}."
+        raise ApiError(400, "invalid_value", message, param="input") from error
+
+
+def _flat(tools: Iterable[Mapping[str, Any]], namespace: str | None = None, path: str = "tools") -> Any:
+    """Yield (namespace, path, tool) of all functions and custom tools. Raises ApiError 400."""
+    for i, tool in enumerate(tools):
+        here = f"{path}[{i}]"
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None:
+            yield from _flat(tool.get("tools") or (), _field(tool, "name", here), f"{here}.tools")
+        elif kind in ("function", "custom"):
+            _field(tool, "name", here)
+            yield namespace, here, tool
+
+
+def _tools(request: ResponsesRequest) -> list[dict[str, Any]] | None:
+    choice, tools = request.tool_choice, [(function_name(t["name"], ns), t) for ns, _, t in _flat(request.tools)]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = {named.get("name") for named in choice.get("tools") or ()}
+        tools = [(name, tool) for name, tool in tools if tool["name"] in allowed]
+        choice = choice.get("mode", "auto")
+    elif isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return read_tools([_function(name, tool) for name, tool in tools], choice)
+
+
+def _function(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    description, parameters = tool.get("description") or "", tool.get("parameters") or {"type": "object"}
+    if tool["type"] == "custom":
+        form = tool.get("format") or {}
+        if "definition" in form:
+            description += f"\n\nThe input follows this {form.get('syntax', '')} grammar:\n{form['definition']}"
+        parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -1,0 +1,79 @@
+"""Request schema of /v1/responses. Unsupported fields are in fields.py, items of `input` in responses_prompt.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from proa.server.schema import GeneratingRequest
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+USABLE_TOOLS = ("function", "custom", "namespace")
+
+
+class _Part(BaseModel):
+    """A nested object. Unknown keys are collected and reported in a header."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class ReasoningConfig(_Part):
+    effort: str | None = None
+    summary: str | None = None  # without effect: reasoning is sent whole
+
+
+class TextConfig(_Part):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # without effect
+
+    @field_validator("format")
+    @classmethod
+    def _text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value not in (None, {"type": "text"}):
+            raise ValueError("Structured output is not implemented")
+        return value
+
+
+class ResponsesRequest(GeneratingRequest):
+    """POST /v1/responses. A string `input` becomes a list of one user message."""
+
+    limits = ("max_output_tokens",)
+
+    input: list[dict[str, Any]] = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    include: list[str] = Field(default_factory=list)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    stream_options: dict[str, Any] | None = None  # without effect: no padding is added to events
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _items(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @property
+    def unknown_options(self) -> list[str]:
+        parts = {"reasoning": self.reasoning, "text": self.text}
+        return [f"{path}.{name}" for path, part in parts.items() if part for name in part.model_extra or {}]
+
+    @property
+    def unused_options(self) -> list[str]:
+        unused = [f"tools[{i}]" for i, tool in enumerate(self.tools) if tool.get("type") not in USABLE_TOOLS]
+        unused += [f"include[{i}]" for i, name in enumerate(self.include) if name != ENCRYPTED_REASONING]
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            unused.append("reasoning.summary")
+        if self.text is not None and self.text.verbosity is not None:
+            unused.append("text.verbosity")
+        if self.truncation == "auto":
+            unused.append("truncation")
+        return unused

@@ -1,0 +1,138 @@
+"""Conversations in the form that a model's chat template accepts: tools for a template that ignores them, and messages
+whose order it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from proa.errors import RequestError
+from proa.types import Chat
+
+Message = dict[str, Any]
+
+_TOOLS = """\
+# Tools
+
+You may call functions. Each line between the tags defines one, as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write the following, with its name for NAME and a JSON object for ARGUMENTS:
+{written}"""
+
+
+@dataclass(frozen=True)
+class SystemTools:
+    """For a template that ignores tools. written: a call in the model's form, of NAME with ARGUMENTS. renders_calls:
+    the template renders calls and their results, if not tools."""
+
+    written: str
+    renders_calls: bool
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt's text. has_system_tools: its tools stand in a system message; is_merged: messages were merged or moved,
+    because the template refuses their order."""
+
+    text: str
+    has_system_tools: bool = False
+    is_merged: bool = False
+
+
+def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | None) -> Rendered:
+    """Render a conversation. tools: how to give the request's tools to a template that ignores them; None: it does not.
+
+    Raises the template's RequestError for the original messages, if it refuses the rewritten ones too.
+    """
+    has_system_tools = tools is not None and bool(chat.tools)
+    if tools is not None and chat.tools:
+        chat = _with_system_tools(chat, tools)
+    try:
+        return Rendered(template(chat), has_system_tools)
+    except RequestError as error:
+        for messages in _rewritten(chat.messages):
+            try:
+                text = template(msgspec.structs.replace(chat, messages=messages))
+            except RequestError:
+                continue
+            return Rendered(text, has_system_tools, is_merged=True)
+        raise error
+
+
+def _with_system_tools(chat: Chat, tools: SystemTools) -> Chat:
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in chat.tools or [])
+    text = _TOOLS.format(tools=listed, written=tools.written)
+    messages = chat.messages if tools.renders_calls else [_as_text(m, tools.written) for m in chat.messages]
+    messages = _merged([{"role": "system", "content": text}, *messages], ("system", "tool response"))
+    return msgspec.structs.replace(
+        chat, messages=[{**m, "role": "user"} if m["role"] == "tool response" else m for m in messages], tools=None
+    )
+
+
+def _as_text(message: Message, written: str) -> Message:
+    """Write a message's calls, or the result of one, as the text of an ordinary message."""
+    if message.get("role") == "tool":
+        text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
+        return {"role": "tool response", "content": text}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [_text(message.get("content")), *(_written(call.get("function", call), written) for call in calls)]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(text for text in texts if text)}
+
+
+def _written(function: dict[str, Any], written: str) -> str:
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return written.replace("NAME", str(function.get("name"))).replace("ARGUMENTS", text)
+
+
+def _rewritten(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yield the messages with all system messages as one at the beginning and neighbours of one role merged; then the
+    same with the system message's text in the first user message."""
+    is_system = [m.get("role") == "system" for m in messages]
+    system = [m for m, is_one in zip(messages, is_system, strict=True) if is_one]
+    others = [m for m, is_one in zip(messages, is_system, strict=True) if not is_one]
+    roles = ("system", "user", "assistant")
+    merged = _merged([*system, *others], roles)
+    if merged != messages:
+        yield merged
+    if system:
+        at = next((i for i, m in enumerate(others) if m.get("role") == "user"), len(others))
+        yield _merged([*others[:at], {**merged[0], "role": "user"}, *others[at:]], roles)
+
+
+def _merged(messages: list[Message], roles: tuple[str, ...]) -> list[Message]:
+    """Merge neighbours that have the same role, one of `roles`."""
+    made: list[Message] = []
+    for role, group in groupby(messages, key=lambda message: message.get("role")):
+        same = list(group)
+        if role in roles and len(same) > 1:
+            made.append(_joined(same))
+        else:
+            made += same
+    return made
+
+
+def _joined(messages: list[Message]) -> Message:
+    whole: Message = {}
+    for message in messages:
+        whole.update(message)
+    whole["content"] = "\n\n".join(text for m in messages if (text := _text(m.get("content"))))
+    calls = [call for m in messages for call in m.get("tool_calls") or []]
+    return {**whole, "tool_calls": calls} if calls else whole
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)

@@ -1,0 +1,171 @@
+"""Tools and reasoning through OpenAI's client, `proa serve` and a real engine; the model says what a script says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import serving
+
+from scripted_model import write_scripted_model
+
+openai = pytest.importorskip("openai")
+
+CITY = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🦊"}}\n</tool_call>'
+TIME = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
+SCRIPTS: dict[str, Any] = {
+    "": "Hello!\n",
+    "weather?": [f"<think>\nI must ask.\n</think>\n\nOne moment.\n{CITY}", "It is 21 degrees."],
+    "both?": f"{CITY}\n{TIME}",
+    "syntax?": ("Write ", "<tool", "_call>", " to call."),
+    "cut": CITY,
+    "joke": "<think>Hm.</think>\n\nA proa walks into a bar.",
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]},
+        },
+    }
+    for name, key in (("get_weather", "city"), ("get_time", "zone"))
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
+    with serving(folder, "--context", "4096", "--gpu", "none") as (_, loaded):
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def client(report: dict[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{report['url']}/v1", api_key="none", max_retries=0, timeout=60) as shared:
+        yield shared
+
+
+def ask(client: openai.OpenAI, text: str, **more: Any) -> Any:
+    model = client.models.list().data[0].id
+    return client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **more)
+
+
+def test_the_start_up_table_says_which_parsers(report: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in report["ready"]["decisions"]}
+    assert (rows["tool calls"]["got"], rows["reasoning"]["got"]) == ("hermes", "qwen3")
+    assert "the chat template has <tool_call>" in rows["tool calls"]["why"]
+
+
+def test_a_call(client: openai.OpenAI) -> None:
+    answer = ask(client, "weather?", tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "One moment."
+    assert choice.message.reasoning_content == "I must ask."
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    assert json.loads(call.function.arguments) == {"city": "Zürich 🦊"}
+    assert call.id.startswith("call_")
+    assert 4 <= answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+
+
+def test_a_streamed_call(client: openai.OpenAI) -> None:
+    """The client's own accumulator puts the deltas together."""
+    model = client.models.list().data[0].id
+    messages: Any = [{"role": "user", "content": "weather?"}]
+    reasoning = ""
+    with client.chat.completions.stream(model=model, messages=messages, tools=TOOLS) as stream:
+        for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                reasoning += getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+        (choice,) = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.content, reasoning) == ("One moment.", "I must ask.")
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Zürich 🦊"}
+
+
+def test_two_calls_or_the_first_alone(client: openai.OpenAI) -> None:
+    both = ask(client, "both?", tools=TOOLS)
+    assert [c.function.name for c in both.choices[0].message.tool_calls] == ["get_weather", "get_time"]
+    assert both.choices[0].message.content is None
+    assert len({c.id for c in both.choices[0].message.tool_calls}) == 2
+    one = ask(client, "both?", tools=TOOLS, parallel_tool_calls=False)
+    assert [c.function.name for c in one.choices[0].message.tool_calls] == ["get_weather"]
+    assert one.choices[0].finish_reason == "tool_calls"
+    assert one.usage.completion_tokens < both.usage.completion_tokens  # the second call was not generated
+    several = ask(client, "both?", tools=TOOLS, parallel_tool_calls=False, n=2)
+    assert [len(c.message.tool_calls) for c in several.choices] == [1, 1]
+
+
+def test_a_tool_loop(client: openai.OpenAI) -> None:
+    """The second turn's prompt has the call, its reasoning and its result."""
+    first = ask(client, "weather?", tools=TOOLS).choices[0].message
+    messages: Any = [
+        {"role": "user", "content": "weather?"},
+        first.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "21"},
+    ]
+    model = client.models.list().data[0].id
+    second = client.chat.completions.create(model=model, messages=messages, tools=TOOLS).choices[0]
+    assert (second.finish_reason, second.message.content) == ("stop", "It is 21 degrees.")
+    assert second.message.tool_calls is None
+
+
+def test_the_older_form(client: openai.OpenAI) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    answer = ask(client, "both?", functions=functions).choices[0]
+    assert answer.finish_reason == "function_call"
+    assert answer.message.function_call.name == "get_weather"
+    messages: Any = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
+        {"role": "function", "name": "get_weather", "content": "21"},
+    ]
+    model = client.models.list().data[0].id
+    after = client.chat.completions.create(model=model, messages=messages, functions=functions).choices[0]
+    assert after.message.content == "It is 21 degrees."
+
+
+def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
+    choice = ask(client, "cut", tools=TOOLS, max_tokens=6).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content.startswith('<tool_call>\n{"name"')
+
+
+def test_text_that_looks_like_a_token(client: openai.OpenAI) -> None:
+    choice = ask(client, "syntax?", tools=TOOLS).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "Write <tool_call> to call.")
+
+
+def test_without_tools(client: openai.OpenAI) -> None:
+    plain = ask(client, "hi")
+    assert plain.choices[0].message.content == "Hello!\n"
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = ask(client, "both?", **more).choices[0]
+        assert choice.message.content == f"{CITY}\n{TIME}"
+        assert choice.finish_reason == "stop"
+
+
+def test_a_stop_string_beside_the_delimiters(client: openai.OpenAI) -> None:
+    choice = ask(client, "joke", stop=["bar"]).choices[0]
+    assert choice.message.content.strip() == "A proa walks into a"
+    assert choice.message.reasoning_content == "Hm."
+    assert choice.finish_reason == "stop"
+
+
+def test_logprobs_cover_all_tokens(client: openai.OpenAI) -> None:
+    answer = ask(client, "weather?", tools=TOOLS, logprobs=True)
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == answer.usage.completion_tokens
+    assert "".join(e.token for e in entries) == SCRIPTS["weather?"][0]
+
+
+def test_forced_calls_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot force a tool call"):
+        ask(client, "both?", tools=TOOLS, tool_choice="required")

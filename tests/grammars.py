@@ -1,0 +1,72 @@
+"""Compiled constraints over a small vocabulary, and random answers that follow them. Never: tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from proa.grammar.compile import compiled
+from proa.grammar.matcher import Matcher
+from proa.grammar.vocabulary import Lexicon, Vocabulary
+from proa.text.token_bytes import byte_alphabet
+from proa.types import Constraint
+
+EOS, MARK = 256, 257
+WORDS = ('{"', '":', '", "', "true", "null", "hello", "}}", "</think>", "\n  ", "12", "日本", '": "', "[[")
+
+
+@cache
+def vocabulary(num_tokens: int = 288) -> Vocabulary:
+    """256 tokens of one byte, <eos> and <mark> (special), then WORDS; ids beyond them have no token."""
+    spelling = {byte: char for char, byte in byte_alphabet().items()}
+    named = {spelling[byte]: byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=named, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<mark>", special=True)])
+    backend.add_tokens(list(WORDS))
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", b"<mark>"] + [word.encode() for word in WORDS]
+    tokens += [b""] * (num_tokens - len(tokens))
+    return Vocabulary(tokens, [EOS, MARK], backend.to_str())
+
+
+@cache
+def lexicon(num_tokens: int = 288) -> Lexicon:
+    return Lexicon(vocabulary(num_tokens))
+
+
+def matcher(constraint: Constraint, *, after: str = "", min_tokens: int = 0, stops: Sequence[int] = (EOS,)) -> Matcher:
+    known = lexicon()
+    return Matcher(compiled(constraint, known.tree, known.special), known, stops, after, min_tokens)
+
+
+def allowed(mask: NDArray[np.int32]) -> list[int]:
+    return [int(token) for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return b"".join(lexicon().tokens[token] for token in tokens).decode()
+
+
+def random_answer(follower: Matcher, draw: random.Random, most_tokens: int = 300) -> list[int] | None:
+    """Random allowed tokens up to the end; None if it does not come within `most_tokens`. Tokens that close something
+    are preferred after a while."""
+    tokens: list[int] = []
+    for count in range(most_tokens):
+        free = allowed(follower.mask(tokens, 0))
+        assert free, "a mask must allow a token"
+        assert not follower.fault, follower.fault
+        closing = (
+            [token for token in free if token == EOS or lexicon().tokens[token][:1] in b'"]}'] if count > 40 else []
+        )
+        token = draw.choice(closing or free)
+        if token == EOS:
+            return tokens
+        tokens.append(token)
+    return None

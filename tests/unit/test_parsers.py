@@ -1,0 +1,206 @@
+"""Laws of every parser: chunks do not matter, nothing is lost, a call is complete or text, nothing raises."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from answer_texts import (
+    NAMES,
+    THINKS,
+    WRITERS,
+    Read,
+    Vocabulary,
+    format_of,
+    markers_of,
+    read,
+    vocabulary,
+)
+from proa.parsers.calls import Tools
+from proa.parsers.choose import HARMONY
+from proa.types import FinishReason
+
+TOOLS = Tools.of(
+    [
+        {"function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        for name, properties in {
+            "get_weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "zip": {"type": "string"}},
+            "run.it": {"code": {"type": "string"}, "all": {"type": "boolean"}, "list": {"type": "array"}},
+            "now": {},
+        }.items()
+    ]
+)
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": "Zürich 🦊", "days": 3, "zip": "007"}),
+    ("run.it", {"code": 'if a < b:\n    print("{x}")', "all": True, "list": [1, {"a": None}]}),
+    ("now", {}),
+]
+THINK_OF = {"gemma4": "gemma4", "mistral": "mistral", HARMONY: HARMONY}
+
+
+def parse(
+    name: str,
+    pieces: list[str],
+    words: Vocabulary,
+    *,
+    cuts: list[int] | None = None,
+    finish: FinishReason = "stop",
+    prompt: str = "",
+    tools: Tools | None = TOOLS,
+) -> Read:
+    """Parse an answer given piece by piece; cuts: lengths of the chunks, repeated; None: in one."""
+    text, marks = words.marks(pieces)
+    parser = format_of(name, THINK_OF.get(name, "qwen3"), words).parser(tools, prompt, "", 0)
+    events, at, turn = [], 0, 0
+    while at < len(text):
+        size = len(text) if not cuts else max(1, cuts[turn % len(cuts)])
+        turn += 1
+        events += parser.feed(text[at : at + size], [m - at for m in marks if at <= m < at + size])
+        at += size
+    return read(events + parser.finish(finish))
+
+
+def both(name: str) -> list[Vocabulary]:
+    return [vocabulary(name, THINK_OF.get(name, "qwen3"), as_tokens=as_tokens) for as_tokens in (True, False)]
+
+
+def is_whole_message(name: str) -> bool:
+    """Formats whose calls last to the answer's end: text behind one belongs to it."""
+    return name in ("llama3_json", "mistral")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("call", CALLS, ids=[name for name, _ in CALLS])
+def test_one_call(name: str, call: tuple[str, dict[str, Any]]) -> None:
+    for write in WRITERS[name]:
+        for words in both(name):
+            for cuts in (None, [1], [2], [5, 3]):
+                got = parse(name, words.split(write(*call)), words, cuts=cuts)
+                assert [(n, json.loads(a)) for n, a in got.calls] == [call]
+                assert (got.text, got.reasoning) == ("", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reasoning_text_and_calls(name: str) -> None:
+    """Text before, between and behind calls survives, without the whitespace at the delimiters."""
+    for write in WRITERS[name]:
+        for words in both(name):
+            texts = ["Let me look.", " And then", "Done."]
+            if is_whole_message(name):
+                raw = f"{texts[0]}\n{write(*CALLS[0])}{write(*CALLS[1])}"
+                texts = texts[:1]
+            else:
+                raw = f"{texts[0]}\n{write(*CALLS[0])}\n{texts[1]}\n\n{write(*CALLS[1])}\n{texts[2]}"
+            if name == HARMONY:
+                frame = "<|start|>assistant<|channel|>final<|message|>{}<|end|><|start|>assistant"
+                raw = "<|channel|>analysis<|message|>Hm, hm.<|end|>" + "".join(
+                    (frame.format(texts[0]), write(*CALLS[0]), frame.format(texts[1]), write(*CALLS[1]))
+                )
+                texts = texts[:2]
+            else:
+                begin, end = THINKS[THINK_OF.get(name, "qwen3")]
+                raw = f"{begin}\nHm, hm.\n{end}\n\n{raw}"
+            got = parse(name, words.split(raw), words, cuts=[1])
+            assert got == parse(name, words.split(raw), words) or got.ids  # ids are random
+            assert [(n, json.loads(a)) for n, a in got.calls] == CALLS[:2]
+            assert got.reasoning == "Hm, hm."
+            assert "".join(got.text.split()) == "".join("".join(texts).split())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_call_is_text(name: str) -> None:
+    """max_tokens cuts a call off: what was not complete is text, with its delimiter."""
+    for write in WRITERS[name]:
+        raw = write(*CALLS[0])
+        for words in both(name):
+            for length in range(len(raw)):
+                got = parse(name, words.split(raw[:length]), words, finish="length", cuts=[3])
+                if got.calls:
+                    assert [(n, json.loads(a)) for n, a in got.calls] == [CALLS[0]]
+                elif "city" in raw[:length]:
+                    assert "get_weather" in got.text
+                    assert "city" in got.text
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != HARMONY])
+def test_a_call_ends_an_unclosed_reasoning(name: str) -> None:
+    begin, end = THINKS[THINK_OF.get(name, "qwen3")]
+    for words in both(name):
+        raw = f"I should ask.\n{WRITERS[name][0](*CALLS[0])}"
+        got = parse(name, words.split(raw), words, prompt=f"<|assistant|>{begin}", cuts=[4])
+        assert [(n, json.loads(a)) for n, a in got.calls] == [CALLS[0]]
+        assert (got.reasoning, got.text) == ("I should ask.", "")
+    words = both(name)[0]
+    assert parse(name, words.split(f"hm{end}yes"), words, prompt=begin).reasoning == "hm"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != HARMONY])
+def test_the_look_of_a_token_is_text(name: str) -> None:
+    """Where the vocabulary has a delimiter as a token, the same characters in other tokens are text."""
+    begin, end = THINKS[THINK_OF.get(name, "qwen3")]
+    words = both(name)[0]
+    for raw in (f"It writes {begin}so{end} there", "See " + WRITERS[name][0](*CALLS[0])):
+        pieces = list(raw)  # one ordinary token per character
+        if name in ("qwen3_coder", "step3p5"):
+            raw = raw.replace("<function=", "<funktion=")
+            pieces = list(raw)
+        got = parse(name, pieces, words, cuts=[2])
+        assert got == Read(raw, "", (), ())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tools_calls_are_text(name: str) -> None:
+    words = Vocabulary(())
+    raw = WRITERS[name][0](*CALLS[0])
+    got = parse(name, [raw], words, tools=None)
+    assert not got.calls
+    assert "Zürich" in got.text
+
+
+@st.composite
+def answers(draw: st.DrawFn, name: str) -> list[str]:
+    """Pieces of delimiters, calls whole and cut, and numbered words."""
+    begin_end = THINKS.get(THINK_OF.get(name, "qwen3"), ())
+    shapes = [*markers_of(name), *begin_end, "\n", " ", "{", "}", "[", "]", '"', "<", "<think", "arg", "assistant"]
+    calls = [write(f, a) for write in WRITERS[name] for f, a in CALLS]
+    pieces: list[str] = []
+    for number in range(draw(st.integers(0, 12))):
+        kind = draw(st.sampled_from(["marker", "marker", "word", "call", "cut", "garbage"]))
+        if kind == "marker":
+            pieces.append(draw(st.sampled_from(shapes)))
+        elif kind == "word":
+            pieces.append(f"w{number}w")
+        elif kind == "garbage":
+            pieces.append(draw(st.text("<>|/ab{}[]\"'=:,\n", max_size=8)))
+        else:
+            call = draw(st.sampled_from(calls))
+            pieces.append(call if kind == "call" else call[: draw(st.integers(0, len(call)))])
+    return pieces
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_laws(name: str, as_tokens: bool, data: st.DataObject) -> None:
+    """For any answer: chunks do not matter; every word is in the text, the reasoning or a call; arguments are JSON."""
+    words = vocabulary(name, THINK_OF.get(name, "qwen3"), as_tokens=as_tokens)
+    drawn = data.draw(answers(name))
+    pieces = [part for piece in drawn for part in (words.split(piece) if data.draw(st.booleans()) else list(piece))]
+    finish: FinishReason = data.draw(st.sampled_from(["stop", "length"]))
+    prompt = data.draw(st.sampled_from(["", *THINKS.get(THINK_OF.get(name, "qwen3"), ())]))
+    whole = parse(name, pieces, words, finish=finish, prompt=prompt)
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    for sizes in ([1], cuts):
+        pieced = parse(name, pieces, words, finish=finish, prompt=prompt, cuts=sizes)
+        assert (pieced.text, pieced.reasoning, pieced.calls) == (whole.text, whole.reasoning, whole.calls)
+    said = whole.text + whole.reasoning + "".join(n + a for n, a in whole.calls)
+    for piece in drawn:
+        if piece.startswith("w") and piece.endswith("w") and piece[1:-1].isdigit():
+            assert piece in said, (piece, "".join(pieces))
+    for _, arguments in whole.calls:
+        assert isinstance(json.loads(arguments, parse_constant=pytest.fail), dict)
