@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from proa.parsers.events import Event, Reasoning, Text, ToolArguments, ToolCall
 from proa.types import FinishReason
@@ -14,8 +14,19 @@ _MARKER = re.compile(r"\[\[(think|text|call (\w+))\]\]")
 class FakeParser:
     """Splits at markers; call number i has the id "call_i". Pieces are passed on as they come."""
 
+    kept: Mapping[int, str] = {}
+
     def __init__(self, *_: object) -> None:
         self._text, self._state, self._calls = "", "text", -1
+        self.kept: dict[int, str] = {}
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "think"
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "think"
 
     def feed(self, text: str, markers: Sequence[int] = ()) -> list[Event]:
         self._text += text

@@ -17,23 +17,26 @@ from proa.grammar.vocabulary import Lexicon, Vocabulary
 from proa.text.token_bytes import byte_alphabet
 from proa.types import Constraint
 
-EOS, MARK = 256, 257
-WORDS = ('{"', '":', '", "', "true", "null", "hello", "}}", "</think>", "\n  ", "12", "日本", '": "', "[[")
+EOS, MARK = 0xFF, 0xFE
+WORDS = ('{"', '":', "true", "null", "hello", "}}", "</think>", "\n  ", "12", "日本", '": "')
+# Bytes that no UTF-8 has; their ids are free for tokens of several bytes.
+_FREE = (0xC0, 0xC1, *range(0xF5, 0xFE))
 
 
 @cache
-def vocabulary(num_tokens: int = 288) -> Vocabulary:
-    """256 tokens of one byte, <eos> and <mark> (special), then WORDS; ids beyond them have no token."""
-    spelling = {byte: char for char, byte in byte_alphabet().items()}
-    named = {spelling[byte]: byte for byte in range(256)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=named, merges=[]))
+def vocabulary(num_tokens: int) -> Vocabulary:
+    """256 tokens: token b is byte b, but for WORDS and the special tokens <eos> and <mark>. Others have
+    no token."""
+    named = {"<eos>": EOS, "<mark>": MARK, **dict(zip(WORDS, _FREE, strict=True))}
+    spelling = {byte: char for char, byte in byte_alphabet().items() if byte not in named.values()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab={**{spelling[b]: b for b in spelling}, **named}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<mark>", special=True)])
     backend.add_tokens(list(WORDS))
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", b"<mark>"] + [word.encode() for word in WORDS]
-    tokens += [b""] * (num_tokens - len(tokens))
-    return Vocabulary(tokens, [EOS, MARK], backend.to_str())
+    texts = {token: text.encode() for text, token in named.items()}
+    tokens = [texts.get(token, bytes([token])) for token in range(256)] + [b""] * (num_tokens - 256)
+    return Vocabulary(tokens, [MARK, EOS], backend.to_str())
 
 
 @cache
@@ -41,8 +44,15 @@ def lexicon(num_tokens: int = 288) -> Lexicon:
     return Lexicon(vocabulary(num_tokens))
 
 
-def matcher(constraint: Constraint, *, after: str = "", min_tokens: int = 0, stops: Sequence[int] = (EOS,)) -> Matcher:
-    known = lexicon()
+def matcher(
+    constraint: Constraint,
+    *,
+    after: str = "",
+    min_tokens: int = 0,
+    stops: Sequence[int] = (EOS,),
+    num_tokens: int = 288,
+) -> Matcher:
+    known = lexicon(num_tokens)
     return Matcher(compiled(constraint, known.tree, known.special), known, stops, after, min_tokens)
 
 

@@ -32,6 +32,7 @@ class TorchRun:
     route = staticmethod(reference.route)
     argmax = staticmethod(reference.argmax)
     add = staticmethod(reference.add)
+    scale = staticmethod(reference.reference(torch.float32).scale)
     write_kv = staticmethod(reference.write_kv)
     attention = staticmethod(reference.attention)
     gate = staticmethod(reference.gate)
@@ -98,8 +99,8 @@ def experts(
 
 
 def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Tensor:
-    width, hidden = values["gate.weight"].shape
-    made = maps.mlp(hidden, width, "gate.bias" in values, gating)
+    width, hidden = values["up.weight"].shape
+    made = maps.mlp(hidden, width, "up.bias" in values, gating)
     fill(made.parameters(), values)
     return made(x)
 
@@ -158,6 +159,12 @@ class NativeRun:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         recorder, ops = self._record(len(x))
         out = ops.add(x.clone(), y)
+        self._run(recorder)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        recorder, ops = self._record(len(x))
+        out = ops.scale(x.clone(), factor)
         self._run(recorder)
         return out
 

@@ -17,6 +17,7 @@ from proa.cli.bench_load import LoadCommand
 from proa.cli.bench_serve import ServeBenchCommand
 from proa.cli.chat import ChatOptions
 from proa.cli.doctor import DoctorOptions
+from proa.cli.launch import LaunchOptions
 from proa.cli.models import ModelsOptions
 from proa.cli.serve import ServeCommand
 from proa.cli.warm import WarmCommand
@@ -85,7 +86,8 @@ def document() -> str:
     for title, options in _by_title(serve.values()):
         parts += [f"### {title}\n", _table(options)]
     for command, group in (
-        ("chat [MODEL]", ChatOptions), ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
+        ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
+        ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
         ("warm MODEL", WarmCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),
     ):  # fmt: skip

@@ -58,8 +58,8 @@ class TextSource(msgspec.Struct, frozen=True, kw_only=True):
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(Path(self.tokenizer_path), self.chat_template)
 
-    def choose_parser(self, tokenizer: Tokenizer) -> Chosen:
-        """Choose how answers are parsed. Raises UsageError for a parser that does not exist."""
+    def answers(self, tokenizer: Tokenizer) -> Chosen:
+        """Choose how answers are parsed. Raises UsageError."""
         return choose(self.tool_call_parser, self.reasoning_parser, _described(tokenizer, self.config))
 
 
@@ -91,9 +91,9 @@ class AsyncLLM:
         self.context_tokens = plan.context_tokens
         self.sampling_defaults = sampling_defaults(generation_config or {})
         eos = token_ids(*((c or {}).get("eos_token_id") for c in (config, generation_config)))
+        self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
         self._checker = GrammarChecker()
         self._taught: asyncio.Task[None] | None = None  # gives the engine the vocabulary, once
-        self.answers = answers or choose(AUTO, AUTO, _described(tokenizer, config or {}))
         self._rules = RequestRules(
             context_tokens=plan.context_tokens,
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
@@ -142,7 +142,7 @@ class AsyncLLM:
             generation_config=checkpoint.generation_config,
         )
         tokenizer = await asyncio.to_thread(source.load_tokenizer)
-        answers = source.choose_parser(tokenizer)
+        answers = source.answers(tokenizer)  # may raise: before the engine is started
         launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
         engine: EngineHandle = await (RestartingEngine.launch(launch) if restart else launch())
         return cls._of(source, engine, tokenizer, answers)
@@ -151,7 +151,7 @@ class AsyncLLM:
     def without_engine(cls, source: TextSource) -> AsyncLLM:
         """Load what tokenises and checks requests; such an LLM cannot generate. Raises TokenizerError."""
         tokenizer = source.load_tokenizer()
-        return cls._of(source, cast(EngineHandle, None), tokenizer, source.choose_parser(tokenizer))
+        return cls._of(source, cast(EngineHandle, None), tokenizer, source.answers(tokenizer))
 
     @classmethod
     def _of(cls, source: TextSource, engine: EngineHandle, tokenizer: Tokenizer, answers: Chosen) -> AsyncLLM:

@@ -34,7 +34,7 @@ MALFORMED = (
     b'{"messages": []}',
     b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": -1}',
     b'{"messages": [{"role": "robot", "content": "a"}]}',
-    b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}',
+    b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "yaml"}}',
     b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}',
     b'{"messages": ' + b"[" * 50_000,
 )

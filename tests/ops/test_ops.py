@@ -45,6 +45,15 @@ def test_norm_of_heads_that_lie_apart(ops: Run, dtype: torch.dtype, rng: torch.G
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (3, 12), (5, 576)])
+@pytest.mark.parametrize("factor", [0.22, 12.0])
+def test_scale(ops: Run, dtype: torch.dtype, rows: int, width: int, factor: float, rng: torch.Generator) -> None:
+    x = rand(rng, rows, width, dtype=dtype)
+    want = x.double() * factor
+    assert_within(ops.scale(x, factor), want, want.abs() * 2 * EPS32 + stored(want, dtype))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("apart", [1, 2])
 def test_gate(ops: Run, dtype: torch.dtype, apart: int, rng: torch.Generator) -> None:
     x, other = rand(rng, 5, 3, 24, dtype=dtype), rand(rng, 5, 3 * apart, 24, dtype=dtype) * 4
@@ -294,6 +303,27 @@ def test_a_clamped_mlp(ops: Run, dtype: torch.dtype, rng: torch.Generator) -> No
     x, values = rand(rng, 5, 40, dtype=dtype), gated_values("", 40, 24, rng, dtype)
     want, bound = clamped(x, values, "")
     assert_within(ops.mlp(x, values, CLAMPED), want, bound + stored(want.abs() + bound, dtype))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_mlp_without_a_gate(ops: Run, dtype: torch.dtype, biased: bool, rng: torch.Generator) -> None:
+    kinds = ("weight", "bias") if biased else ("weight",)
+    every = gated_values("", 40, 24, rng, dtype)
+    values = {name: every[name] for name in (f"{part}.{kind}" for part in ("up", "down") for kind in kinds)}
+    x = rand(rng, 5, 40, dtype=dtype)
+    (up, down), biases = (
+        (values[f"{n}.weight"].double() for n in ("up", "down")),
+        torch.zeros(2, 1, dtype=torch.float64),
+    )
+    up_bias, down_bias = (values[f"{n}.bias"].double() for n in ("up", "down")) if biased else biases
+    u, size = x.double() @ up.T + up_bias, x.double().abs() @ up.abs().T + up_bias.abs()
+    off = size * 44 * EPS32 + 2 * stored(size, dtype)
+    h = u.clamp(min=0) ** 2
+    h_off = 2 * u.abs() * off + off**2 + stored((u.abs() + off) ** 2, dtype)
+    y_size = (h + h_off) @ down.abs().T + down_bias.abs()
+    bound = h_off @ down.abs().T + y_size * 28 * EPS32 + 2 * stored(y_size, dtype)
+    assert_within(ops.mlp(x, values, Gating("relu2")), h @ down.T + down_bias, bound)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)

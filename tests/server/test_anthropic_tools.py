@@ -241,7 +241,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "choice without name": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     "unknown thinking": ({"thinking": {"type": "sometimes"}}, "thinking.type"),
     "thinking without budget": ({"thinking": {"type": "enabled"}}, "thinking"),
-    "format": ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
 }
 
 

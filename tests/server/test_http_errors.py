@@ -84,7 +84,8 @@ WRONG_CHAT: dict[str, tuple[dict[str, Any], str | None]] = {
     "bias of a token that is none": ({"logit_bias": {"99999": 1}}, "logit_bias"),
     "top_logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
     "too many top_logprobs": ({"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
-    "json": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "yaml": ({"response_format": {"type": "yaml"}}, "response_format"),
+    "two constraints": ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     "continue and begin": ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 }
 

@@ -96,7 +96,7 @@ def test_descriptions(served: Served) -> None:
 
 WRONG = {
     "image": ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "Images"),
-    "format": ("/api/chat", {"messages": USER, "format": "json"}, "format"),
+    "format": ("/api/chat", {"messages": USER, "format": 5}, "format"),
     "mirostat": ("/api/chat", {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
     "template": ("/api/generate", {"prompt": "Hi", "template": "x"}, "template"),
     "role": ("/api/chat", {"messages": [{"role": "x", "content": "x"}]}, "messages[0].role"),

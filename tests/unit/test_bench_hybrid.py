@@ -47,7 +47,7 @@ from proa.engine.stats import CpuExpertStats, ResidencyStats, SchedulerStats, St
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
 from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
-from proa.plan.plan import GpuPlan, VramBudget
+from proa.plan.plan import CPU, GpuPlan, VramBudget
 from proa.types import EngineRequest, TokenEvent
 from proa.weights.frequencies import frequencies
 from quick_plan import ram_of
@@ -62,8 +62,8 @@ TINY_KV_BYTES = 2 * 2 * 2 * 16 * 2  # a token: keys and values of 2 layers, 2 he
 def gpu_plan(*resident: int) -> GpuPlan:
     nothing = dict.fromkeys(VramBudget.__struct_fields__, 0) | {"dense_read_bytes": DENSE_BYTES}
     return GpuPlan(
-        index=None, name="simulated", vram=VramBudget(**nothing), placement="uniform", blocks=(0, 1), experts=(8, 8),
-        expert_bytes=(TINY_EXPERT_BYTES,) * 2, resident=tuple(tuple(range(count)) for count in resident),
+        index=None, name="simulated", vram=VramBudget(**nothing), placement="uniform", blocks=(0, 1),
+        expert_bytes=(TINY_EXPERT_BYTES,) * 2, owners=tuple((*[0] * n, *[CPU] * (8 - n)) for n in resident),
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_the_shape_of_qwen3_next_is_its_own() -> None:
     assert spec.num_params == 79_674_391_296
     assert [isinstance(block.mixer, Attention) for block in spec.blocks] == [False, False, False, True] * 12
     assert spec.blocks[0].mixer == GatedDeltaNet(2048, 16, 32, 128, 128, 4)
-    gpu = msgspec.structs.replace(gpu_plan(), experts=(512,) * 48, expert_bytes=(6 << 20,) * 48, resident=((),) * 48)
+    gpu = msgspec.structs.replace(gpu_plan(), expert_bytes=(6 << 20,) * 48, owners=((CPU,) * 512,) * 48)
     dense = dense_bytes(spec, gpu, 2, 100)
     assert dense == gpu.vram.dense_read_bytes + 2 * (100 * 24576 + 2 * spec.state_bytes_per_sequence(2))
 

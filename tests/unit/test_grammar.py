@@ -216,7 +216,7 @@ def test_grammars_are_compiled_once_and_beside_the_caller() -> None:
     store = GrammarStore()
     with pytest.raises(ValueError, match="vocabulary"):
         store.compiling(Constraint.json(PERSON))
-    store.learn(vocabulary())
+    store.learn(vocabulary(288))
     first = store.compiling(Constraint.json(PERSON))
     assert store.compiling(Constraint.json(PERSON)) is first
     sampling = Sampling(max_tokens=9, eos_token_ids=(EOS,))

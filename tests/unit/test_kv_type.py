@@ -68,7 +68,7 @@ def test_fp8_halves_the_bytes(make: Any) -> None:
     assert a.kv_bytes == 2 * b.kv_bytes == wide.num_pages * 16 * QWEN3_30B.kv_bytes_per_token(2)
     for context in (ROOF_CONTEXT_TOKENS, 8192):
         read = [
-            r.vram.dense_bytes_per_token if r.vram else r.bytes_per_token
+            r.vram[0][0].dense_bytes_per_token if r.vram else r.bytes_per_token
             for r in (roof_at(p, context) for p in (wide, narrow))
         ]
         assert read[0] - read[1] == context * QWEN3_30B.kv_bytes_per_token(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,16 +22,22 @@ from proa.plan.placement import (
     spare_bytes,
     spare_slots,
 )
+from proa.plan.plan import CPU, held_by
 
 # Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
 LAYERS = tuple(MoeLayer(block, 8, 2, 10) for block in range(1, 5))
 ALL = (8, 8, 8, 8)
 
 
+def resident(layers: Sequence[MoeLayer], budget: int, *more: Any) -> tuple[tuple[int, ...], ...]:
+    """The experts of a single rank, by layer."""
+    return held_by(place(layers, [budget], *more), 0)
+
+
 def counts(
     budget: int, strategy: str = "uniform", wanted: tuple[int, ...] = ALL, whole: tuple[int, ...] = ()
 ) -> list[int]:
-    placed = place(LAYERS, budget, strategy, wanted, frozenset(whole))
+    placed = resident(LAYERS, budget, strategy, wanted, frozenset(whole))
     assert all(ids == tuple(range(len(ids))) for ids in placed)
     return [len(ids) for ids in placed]
 
@@ -88,7 +96,7 @@ USED = ((0, 9, 1, 8, 2, 7, 3, 6), (50, 50, 0, 0, 0, 0, 0, 0), (0,) * 8, (5,) * 8
 
 
 @pytest.mark.parametrize(
-    ("strategy", "budget", "wanted", "resident"),
+    ("strategy", "budget", "wanted", "expected"),
     [
         ("uniform", 80, ALL, [(1, 3), (0, 1), (0, 1), (0, 1)]),
         ("dynamic", 80, ALL, [(1, 3), (0, 1), (0, 1), (0, 1)]),
@@ -99,15 +107,15 @@ USED = ((0, 9, 1, 8, 2, 7, 3, 6), (50, 50, 0, 0, 0, 0, 0, 0), (0,) * 8, (5,) * 8
     ],
 )
 def test_most_used_experts_first(
-    strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]
+    strategy: str, budget: int, wanted: tuple[int, ...], expected: list[tuple[int, ...]]
 ) -> None:
-    assert list(place(LAYERS, budget, strategy, wanted, frozenset(), USED)) == resident
+    assert list(resident(LAYERS, budget, strategy, wanted, frozenset(), USED)) == expected
 
 
 def test_frequency_counts_choices_per_byte() -> None:
     layers = (MoeLayer(0, 2, 1, 10), MoeLayer(1, 2, 1, 30))
-    assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (11, 0))) == ((0, 1), ())
-    assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (13, 0))) == ((), (0,))
+    assert resident(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (11, 0))) == ((0, 1), ())
+    assert resident(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (13, 0))) == ((), (0,))
 
 
 @given(
@@ -116,7 +124,7 @@ def test_frequency_counts_choices_per_byte() -> None:
 )
 def test_frequency_takes_the_most_used(budget: int, used: list[list[int]]) -> None:
     """With experts of one size, no expert outside is used more often than a resident one."""
-    placed = place(LAYERS, budget, "frequency", ALL, frozenset(), tuple(map(tuple, used)))
+    placed = resident(LAYERS, budget, "frequency", ALL, frozenset(), tuple(map(tuple, used)))
     found = sum(used[i][e] for i, ids in enumerate(placed) for e in ids)
     assert found == sum(sorted((count for of in used for count in of), reverse=True)[: budget // 10])
     assert all(list(ids) == sorted(set(ids)) for ids in placed)
@@ -124,7 +132,7 @@ def test_frequency_takes_the_most_used(budget: int, used: list[list[int]]) -> No
 
 def test_frequency_needs_counts() -> None:
     with pytest.raises(ValueError, match="needs expert counts"):
-        place(LAYERS, 80, "frequency", ALL, frozenset())
+        resident(LAYERS, 80, "frequency", ALL, frozenset())
 
 
 @given(
@@ -137,9 +145,9 @@ def test_any_budget(layers: list[tuple[int, int]], budget: int, strategy: str, d
     made = [MoeLayer(i, experts, 1, nbytes) for i, (experts, nbytes) in enumerate(layers)]
     wanted = [data.draw(st.integers(0, layer.experts)) for layer in made]
     whole = data.draw(st.frozensets(st.integers(0, 6), max_size=2))
-    placed = place(made, budget, strategy, wanted, whole)
+    placed = resident(made, budget, strategy, wanted, whole)
     most = [layer.experts if layer.block in whole else n for layer, n in zip(made, wanted, strict=True)]
-    assert place(made, budget, strategy, wanted, whole) == placed
+    assert resident(made, budget, strategy, wanted, whole) == placed
     assert all(ids == tuple(range(len(ids))) for ids in placed)
     assert all(len(ids) <= limit for ids, limit in zip(placed, most, strict=True))
     used = resident_bytes(made, placed)
@@ -162,3 +170,26 @@ def test_expert_bytes() -> None:
     assert expert_bytes(ffn) == 2 * (48 * 128 * 2) + 112 * 64 * 2
     assert bias_bytes(ffn) == 0
     assert bias_bytes(replace(ffn, bias=True)) == 4 * (2 * 48 + 112)
+
+
+@given(
+    budgets=st.lists(st.integers(-10, 200), min_size=1, max_size=4),
+    strategy=st.sampled_from(["uniform", "front-loading"]),
+    wanted=st.tuples(*[st.integers(0, 8)] * 4),
+)
+def test_any_number_of_ranks(budgets: list[int], strategy: str, wanted: tuple[int, ...]) -> None:
+    """Each expert has one owner, no rank is over its budget, and none has room for an expert that is left out."""
+    owners = place(LAYERS, budgets, strategy, wanted, frozenset())
+    assert {owner for layer in owners for owner in layer} <= {CPU, *range(len(budgets))}
+    used = [resident_bytes(LAYERS, held_by(owners, rank)) for rank in range(len(budgets))]
+    assert all(nbytes <= max(0, budget) for nbytes, budget in zip(used, budgets, strict=True))
+    held = [sum(owner != CPU for owner in layer) for layer in owners]
+    assert all(n <= most for n, most in zip(held, wanted, strict=True))
+    if held != list(wanted):
+        assert all(nbytes + 10 > budget for nbytes, budget in zip(used, budgets, strict=True))
+
+
+def test_owners_by_room() -> None:
+    """The rank with most room takes the next expert: here two ranks of 3 and 1 experts."""
+    owners = place(LAYERS[:1], [30, 10], "uniform", (4,), frozenset())
+    assert owners == ((0, 0, 0, 1, CPU, CPU, CPU, CPU),)

@@ -13,10 +13,11 @@ from rich.console import Console
 from proa.cli.report import Report, render_plan, render_ready, report_json
 from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
+from proa.models.ranks import Mesh
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
 from proa.obs.progress import COMPILING, _Lines, show_progress
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
-from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
+from proa.plan.plan import CPU, GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
 from proa.types import Decision
 
 GIB = 1 << 30
@@ -41,18 +42,18 @@ PLAN = Plan(
 HYBRID = msgspec.structs.replace(
     PLAN,
     memory=msgspec.structs.replace(PLAN.memory, kv_bytes=0),
-    gpu=GpuPlan(
-        index=0, name="Test GPU", placement="uniform", blocks=(0, 1, 2), experts=(8, 8, 8), expert_bytes=(100,) * 3,
-        resident=((0, 1), (0,), ()), inclusive=True,
+    gpus=(GpuPlan(
+        index=0, name="Test GPU", placement="uniform", blocks=(0, 1, 2), expert_bytes=(100,) * 3,
+        owners=((0, 0, *[CPU] * 6), (0, *[CPU] * 7), (CPU,) * 8), inclusive=True,
         vram=VramBudget(
             total_bytes=25 * GIB, free_bytes=24 * GIB, reserve_bytes=GIB, context_bytes=GIB // 2, dense_bytes=2 * GIB,
             dense_read_bytes=GIB, kv_bytes=4 * GIB, workspace_bytes=GIB, graphs_bytes=GIB // 2, experts_bytes=300,
         ),
-    ),
+    ),),
     roof=Roof(
         bytes_per_token=250_000_000, bandwidth_bytes_per_s=25e9,
-        vram=VramRoof(dense_bytes_per_token=1 << 30, expert_bytes_per_token=1 << 20, bandwidth_bytes_per_s=1e12,
-                      source="by its data sheet"),
+        vram=((VramRoof(dense_bytes_per_token=1 << 30, expert_bytes_per_token=1 << 20, bandwidth_bytes_per_s=1e12,
+                        source="by its data sheet"),),),
     ),
 )  # fmt: skip
 READY = Ready(load_seconds=2.0, weights_bytes=2 * GIB, ops={"linear": "reference", "rms_norm": "fast"},
@@ -92,15 +93,31 @@ def test_with_a_gpu_both_memories_are_shown() -> None:
     ):  # fmt: skip
         assert part in shown
     told = report_json(Report("1.2", HYBRID, SPARSE))
-    assert told["gpu"]["vram"]["usable_bytes"] == 23 * GIB
-    assert (told["gpu"]["device"], told["gpu"]["gpu_only"], told["gpu"]["resident"]) == (
-        "cuda:0",
-        False,
-        [[0, 1], [0], []],
-    )
-    assert (told["roof"]["bound_by"], told["roof"]["vram"]["source"]) == ("RAM", "by its data sheet")
+    assert told["gpus"][0]["vram"]["usable_bytes"] == 23 * GIB
+    shown_gpu = [told["gpus"][0][key] for key in ("device", "gpu_only", "experts", "resident")]
+    assert shown_gpu == ["cuda:0", False, [8, 8, 8], [[0, 1], [0], []]]
+    assert (told["roof"]["bound_by"], told["roof"]["vram"][0][0]["source"]) == ("RAM", "by its data sheet")
     assert json.loads(json.dumps(told)) == told
-    assert report_json(Report("1.2", PLAN, SPARSE))["gpu"] is None
+    assert report_json(Report("1.2", PLAN, SPARSE))["gpus"] == []
+
+
+def test_several_ranks_have_a_line_each() -> None:
+    """Two stages of one and of two GPUs: the slowest of each counts, and the plan survives the wire."""
+    (first,), ((vram,),) = HYBRID.gpus, HYBRID.roof.vram
+    slow = msgspec.structs.replace(vram, bandwidth_bytes_per_s=5e11)
+    plan = msgspec.structs.replace(
+        HYBRID, mesh=Mesh(((2,), (1, 1))),
+        gpus=tuple(msgspec.structs.replace(first, rank=r, host=r // 2, index=r) for r in range(3)),
+        roof=msgspec.structs.replace(HYBRID.roof, vram=((vram,), (vram, slow))),
+    )  # fmt: skip
+    shown = text_of(render_plan(Report("1.2", plan, SPARSE)), width=200)
+    assert [f"usable on cuda:{r}, Test GPU" in shown for r in range(3)] == [True] * 3
+    dense_s, experts_s = (3 * nbytes / 1e12 for nbytes in (1 << 30, 1 << 20))
+    assert plan.roof.tokens_per_s == pytest.approx(1 / (dense_s + max(experts_s, 0.01)))
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    assert [gpu.resident for gpu in plan.gpus] == [((0, 1), (0,), ()), ((),) * 3, ((),) * 3]
+    with pytest.raises(ValueError, match="3 ranks"):
+        plan.gpu  # noqa: B018
 
 
 def test_recurrent_states_are_shown_where_they_lie() -> None:
@@ -109,12 +126,13 @@ def test_recurrent_states_are_shown_where_they_lie() -> None:
     assert "KV cache 1.00 GiB + recurrent states 300 MiB" in text_of(
         render_plan(Report("1.2", on_cpu, SPARSE)), width=200
     )
-    gpu = msgspec.structs.replace(HYBRID.gpu, vram=msgspec.structs.replace(HYBRID.gpu.vram, **states))
-    on_gpu = msgspec.structs.replace(HYBRID, gpu=gpu)
+    (only,) = HYBRID.gpus
+    gpu = msgspec.structs.replace(only, vram=msgspec.structs.replace(only.vram, **states))
+    on_gpu = msgspec.structs.replace(HYBRID, gpus=(gpu,))
     assert "KV cache 4.00 GiB + recurrent states 300 MiB" in text_of(
         render_plan(Report("1.2", on_gpu, SPARSE)), width=200
     )
-    assert gpu.vram.used_bytes == HYBRID.gpu.vram.used_bytes + (300 << 20)
+    assert gpu.vram.used_bytes == only.vram.used_bytes + (300 << 20)
 
 
 def test_a_dense_model_has_no_experts() -> None:
@@ -171,9 +189,9 @@ def test_the_json_shape_is_documented() -> None:
 
     for key, value in report_json(Report("1.2", HYBRID, SPARSE, ASKED, READY)).items():
         assert key in (module.__doc__ or "")
-        for name in value if isinstance(value, dict) else ():
+        for name in value if isinstance(value, dict) else value[0] if key == "gpus" else ():
             assert name in (module.__doc__ or "")
-            for inner in value[name] if name == "vram" else ():
+            for inner in value[0][name] if (key, name) == ("gpus", "vram") else ():
                 assert inner in (module.__doc__ or "")
 
 

@@ -263,7 +263,7 @@ def test_reasons_for_using_no_gpu(asked: dict[str, Any], why: str) -> None:
     got = plan(DEMO, machine(8, gpu(24)), **asked)
     assert got.gpu is None
     assert row(got, "GPU")[1:] == ("none", why)
-    assert got.roof.vram is None
+    assert not got.roof.vram
 
 
 def test_vram_option_is_a_limit() -> None:
@@ -285,8 +285,7 @@ def test_simulated_vram_counts_in_ram() -> None:
     assert on.inclusive
     assert counts(got) == [5] * 30
     assert on.vram.context_bytes == on.vram.graphs_bytes == on.vram.reserve_bytes == 0
-    assert got.roof.vram is not None
-    assert got.roof.vram.bandwidth_bytes_per_s == RAM_RATE
+    assert [of.bandwidth_bytes_per_s for stage in got.roof.vram for of in stage] == [RAM_RATE]
     with pytest.raises(ResourceError):
         plan(DEMO, machine(6), gpu="sim:6GiB", context=512)
 
@@ -316,10 +315,10 @@ def test_demand_grows_with_its_inputs() -> None:
 def test_roof_is_bound_by_the_slower_memory() -> None:
     all_in = plan(QWEN3_30B, machine(124, gpu(140))).roof
     assert (all_in.bytes_per_token, all_in.bound_by) == (0, "VRAM")
-    assert all_in.vram is not None
+    ((vram,),) = all_in.vram
     active = 48 * 8 * 3 * 2048 * 768 * 2
     dense = dense_read_bytes(QWEN3_30B, {}) + ROOF_CONTEXT_TOKENS * 98304
-    assert (all_in.vram.dense_bytes_per_token, all_in.vram.expert_bytes_per_token) == (dense, active)
+    assert (vram.dense_bytes_per_token, vram.expert_bytes_per_token) == (dense, active)
     assert all_in.tokens_per_s == pytest.approx(VRAM_RATE / (dense + active))
     half = plan(QWEN3_30B, machine(124, gpu(140)), gpu_experts="64").roof
     assert (half.bytes_per_token, half.bound_by) == (active // 2, "RAM")
@@ -332,9 +331,7 @@ def test_roof_is_bound_by_the_slower_memory() -> None:
 
 def test_roof_counts_kv_of_the_context() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(24)))
-    longer, base = roof_at(got, ROOF_CONTEXT_TOKENS + 1000).vram, got.roof.vram
-    assert longer is not None
-    assert base is not None
+    ((longer,),), ((base,),) = roof_at(got, ROOF_CONTEXT_TOKENS + 1000).vram, got.roof.vram
     assert longer.dense_bytes_per_token == base.dense_bytes_per_token + 1000 * 98304
     assert roof_at(got, ROOF_CONTEXT_TOKENS) == got.roof
 

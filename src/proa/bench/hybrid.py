@@ -164,7 +164,7 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
 
 
 def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
-    plan = msgspec.structs.replace(prepared.plan, gpu=msgspec.structs.replace(gpu, trace=str(file)))
+    plan = msgspec.structs.replace(prepared.plan, gpus=(msgspec.structs.replace(gpu, trace=str(file)),))
     return replace(prepared, plan=plan)
 
 

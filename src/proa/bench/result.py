@@ -25,7 +25,7 @@ class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
     """The roof of decode of one request: bytes read per token, and the RAM bandwidth measured during the benchmark."""
 
     bytes_per_token: int  # from RAM
-    vram: VramRoof | None = None
+    vram: tuple[tuple[VramRoof, ...], ...] = ()  # of each stage's ranks
     bandwidth_bytes_per_s: float  # median over the runs: see RamReadings.typical
     readings_bytes_per_s: tuple[float, ...]  # all readings: before, between and after the runs
 

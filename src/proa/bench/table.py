@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -48,7 +50,7 @@ def _figures(result: Result) -> Table:
         speed, readings = format_rate(roof.bandwidth_bytes_per_s), roof.readings_bytes_per_s
         spread = f"{format_rate(min(readings))} to {format_rate(max(readings))} before and after the runs"
         table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed} ({spread})")
-        if (vram := roof.vram) is not None:
+        for vram in chain.from_iterable(roof.vram):
             read_bytes = format_bytes(vram.dense_bytes_per_token + vram.expert_bytes_per_token)
             rate = format_rate(vram.bandwidth_bytes_per_s)
             table.add_row("", f"{read_bytes} per token, VRAM reads {rate} ({vram.source})")

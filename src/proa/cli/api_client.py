@@ -18,10 +18,12 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Served:
-    """One entry of /v1/models: the model's name in the API, and the MODEL it was loaded from."""
+    """One entry of /v1/models: the model's name in the API, the MODEL it was loaded from, and its context length, 0
+    until that is known."""
 
     name: str
     source: str
+    context_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class ApiClient:
         if answer.status_code != 200:
             raise _refusal(answer, self.url)
         try:
-            return [Served(str(entry["id"]), str(entry.get("root") or entry["id"])) for entry in answer.json()["data"]]
+            return [
+                Served(str(entry["id"]), str(entry.get("root") or entry["id"]), int(entry.get("max_model_len") or 0))
+                for entry in answer.json()["data"]
+            ]
         except (ValueError, KeyError, TypeError) as e:
             raise ProaError(
                 f"The server at {self.url} is not OpenAI-compatible.", "Choose another --host or --port."

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from proa.config.field import argument, option
 from proa.config.options import EngineOptions
-from proa.config.parse import given_options, parse, to_argv
+from proa.config.parse import parse
 from proa.errors import UsageError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from proa.cli.api_client import ApiClient, Served
-
-_POLL_S = 0.5
 SUMMARY = "chat with a model in the terminal"
 EPILOG = """\
 If no engine options are given and a server on --host and --port serves MODEL (or MODEL is not given), that server is
@@ -53,12 +44,14 @@ def run(argv: Sequence[str]) -> int:
     options = parse(ChatOptions, argv, prog="proa chat", summary=SUMMARY, epilog=EPILOG).options
     # httpx and rich take 0.2 s to import, and --help does not need them.
     from proa.cli.chat_session import Session
+    from proa.cli.running import Wanted, running_or_started
     from proa.obs.console import console_err
 
     settings = _settings(options.set)
     prompt = _prompt(options.prompt)
     notes = console_err()
-    with _server(options, notes) as (client, served):
+    wanted = Wanted(options.model, options.host, options.port, options.api_key, options.engine)
+    with running_or_started(wanted, notes) as (client, served):
         session = Session(client, served, options.system, settings, notes)
         if prompt is not None:
             session.ask(prompt)
@@ -89,49 +82,6 @@ def _prompt(given: str | None) -> str | None:
     if not text:
         raise UsageError("There is no prompt: standard input is empty.", "Give a prompt with -p TEXT.")
     return text
-
-
-@contextmanager
-def _server(options: ChatOptions, notes: Console) -> Iterator[tuple[ApiClient, Served]]:
-    from proa.cli.api_client import ApiClient
-    from proa.cli.server_process import server_process
-
-    with ApiClient(options.host, options.port, options.api_key) as client:
-        served = _running(client, options, notes)
-        if served is not None:
-            _wait_ready(client, notes)
-            yield client, served
-            return
-    with (
-        server_process([options.model or "demo", "--port=0", *to_argv(options.engine)]) as report,
-        ApiClient("127.0.0.1", report["port"]) as client,
-    ):
-        yield client, (client.models() or [])[0]
-
-
-def _running(client: ApiClient, options: ChatOptions, notes: Console) -> Served | None:
-    """Return the requested model if a running server serves it, else None."""
-    for_engine = given_options(options.engine)
-    if for_engine:  # engine options have no effect on a server that is already running
-        return None
-    models = client.models()
-    if not models:
-        return None
-    for served in models:
-        if options.model in (None, served.name, served.source):
-            return served
-    names = ", ".join(served.name for served in models)
-    notes.print(
-        f"{client.url} serves {names}, not {options.model}: starting another server.", markup=False, soft_wrap=True
-    )
-    return None
-
-
-def _wait_ready(client: ApiClient, notes: Console) -> None:
-    with notes.status("loading") as status:
-        while (loading := client.health()) is not None:
-            status.update(f"{loading.get('phase', 'loading')}: {loading.get('percent', 0):.0f} %")
-            time.sleep(_POLL_S)
 
 
 def _line_reader() -> Callable[[], str]:

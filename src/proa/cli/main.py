@@ -32,6 +32,7 @@ class Command:
 COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
     "chat": Command("proa.cli.chat", "chat with a model in the terminal"),
+    "launch": Command("proa.cli.launch", "start a coding agent on a local model"),
     "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against hardware limits"),
     "warm": Command("proa.cli.warm", "compile a model's GPU kernels before its first start"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),

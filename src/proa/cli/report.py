@@ -9,16 +9,18 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
                   loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens, state_copies}
                  of RAM; kv_pages and state_copies count those in VRAM too
-    gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
-                  expert_bytes, resident, spare, co_fetch, read_ahead, doorbell, fp8_activations, inclusive, device,
-                  gpu_only} or null; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
-                  dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
-                  states_bytes}; blocks, experts, expert_bytes and resident have one entry per MoE layer
-                  gpu also has save_counts and trace: paths of output files, or null
+    gpus         of each rank {rank, host, index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement,
+                  blocks, experts, expert_bytes, owners, resident, spare, co_fetch, read_ahead, doorbell,
+                  fp8_activations, inclusive, device, gpu_only}; none without a GPU; vram: {total_bytes, free_bytes,
+                  reserve_bytes, usable_bytes, context_bytes, dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes,
+                  graphs_bytes, experts_bytes, spare_bytes, states_bytes}; blocks, experts, expert_bytes, owners and
+                  resident have one entry per MoE layer; owners: each expert's rank, -1 for the CPU
+                  gpus also have save_counts and trace: paths of output files, or null
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
-    roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
-                 {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source, read_ahead}
+    roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: of each
+                 pipeline stage's ranks {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source,
+                 read_ahead}; empty without a GPU
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
                  ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes},
                  decisions: [{name, asked, got, why}], caller_cpus, round_trip_us, timeline} or null
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -40,7 +43,7 @@ from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
 from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
-from proa.plan.plan import GpuPlan, Plan, Roof
+from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
 from proa.types import Decision
 
 
@@ -85,7 +88,7 @@ def report_json(report: Report) -> dict[str, Any]:
             "state_copies": plan.state_copies,
             "page_tokens": plan.page_tokens,
         },
-        "gpu": _gpu_fields(plan.gpu),
+        "gpus": [_gpu_fields(gpu) for gpu in plan.gpus],
         "options": [{"name": a.name, "value": a.value, "source": a.source} for a in report.asked],
         "decisions": _rows(plan.decisions),
         "roof": {
@@ -130,16 +133,16 @@ def _facts(report: Report) -> Table:
     table = _grid()
     table.add_row("model", f"{_model_line(report.spec)}; {plan.load_format}, computed in {plan.dtype}")
     table.add_row("from", plan.path)
-    if plan.gpu is not None:
-        table.add_row("VRAM", _vram_line(plan.gpu))
-    table.add_row("memory" if plan.gpu is None else "RAM", _memory_line(plan))
+    for gpu in plan.gpus:
+        table.add_row("VRAM", _vram_line(gpu))
+    table.add_row("RAM" if plan.gpus else "memory", _memory_line(plan))
     table.add_row("roof", _roof_line(roof))
     return table
 
 
 def _memory_line(plan: Plan) -> str:
     memory = plan.memory
-    kept = "weights" if plan.gpu is None else "experts"
+    kept = "experts" if plan.gpus else "weights"
     parts = {
         f"{kept} {format_bytes(memory.weights_bytes)}": memory.weights_bytes,
         f"KV cache {format_bytes(memory.kv_bytes)}": memory.kv_bytes,
@@ -172,13 +175,16 @@ def _vram_line(gpu: GpuPlan) -> str:
 def _roof_line(roof: Roof) -> str:
     start = f"{roof.tokens_per_s:.0f} tokens/s for one request: "
     from_ram = f"{format_bytes(roof.bytes_per_token)} read per token, {format_rate(roof.bandwidth_bytes_per_s)}"
-    if roof.vram is None:
+    if not roof.vram:
         return f"{start}{from_ram} measured from RAM"
-    read_bytes = roof.vram.dense_bytes_per_token + roof.vram.expert_bytes_per_token
-    rate = format_rate(roof.vram.bandwidth_bytes_per_s)
-    in_vram = f"{format_bytes(read_bytes)} read per token from VRAM, {rate} ({roof.vram.source})"
+    in_vram = "; ".join(map(_vram_roof, chain.from_iterable(roof.vram)))
     beside = f"; {from_ram} measured from RAM" if roof.bytes_per_token else ""
     return f"{start}{in_vram}{beside}; limited by {roof.bound_by}"
+
+
+def _vram_roof(of: VramRoof) -> str:
+    read_bytes, rate = of.dense_bytes_per_token + of.expert_bytes_per_token, format_rate(of.bandwidth_bytes_per_s)
+    return f"{format_bytes(read_bytes)} read per token from VRAM, {rate} ({of.source})"
 
 
 def _decisions(rows: Sequence[Decision]) -> Table:
@@ -217,12 +223,12 @@ def _experts(spec: Model) -> tuple[int, int]:
     return next(((ffn.experts, ffn.top_k) for ffn in spec.routed.values()), (0, 0))
 
 
-def _gpu_fields(gpu: GpuPlan | None) -> dict[str, Any] | None:
-    if gpu is None:
-        return None
+def _gpu_fields(gpu: GpuPlan) -> dict[str, Any]:
     fields = _builtins(gpu)
     fields["vram"]["usable_bytes"] = gpu.vram.usable_bytes
-    return {**fields, "device": gpu.device, "gpu_only": gpu.gpu_only}
+    resident = [list(ids) for ids in gpu.resident]
+    computed = {"device": gpu.device, "gpu_only": gpu.gpu_only, "experts": list(gpu.experts), "resident": resident}
+    return {**fields, **computed}
 
 
 def _builtins(value: msgspec.Struct) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class CpuOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Record a rotation by cos = factor and sin = 0, which multiplies every element, in float32."""
-        pairs = next(n for n in (16, 8, 4, 2, 1) if x.shape[1] % (2 * n) == 0)
+        pairs = max(n for n in (16, 8, 4, 2, 1) if x.shape[1] % (2 * n) == 0)
         key = factor, pairs * self._to.rows
         if key not in self._turns:
             cos = torch.full((self._to.rows, pairs), factor)

@@ -12,6 +12,7 @@ from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
 from proa.plan.expert_counts import Counts
 from proa.plan.packed_size import expert_forms
+from proa.plan.plan import CPU, Owners
 
 COLUMN_UNIT, BF16_BYTES = 32, 2
 
@@ -74,11 +75,11 @@ def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
 
 
 def place(
-    layers: Sequence[MoeLayer], budget_bytes: int, strategy: str, wanted: Sequence[int], whole: frozenset[int],
-    counts: Counts = (),
-) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """Choose resident experts within the budget: ascending ids for each layer. A layer's experts are taken by id, or
-    with `counts` the most used first.
+    layers: Sequence[MoeLayer], budgets_bytes: Sequence[int], strategy: str, wanted: Sequence[int],
+    whole: frozenset[int], counts: Counts = (),
+) -> Owners:  # fmt: skip
+    """Choose each expert's owner: a rank, within its budget, or the CPU. A layer's experts are taken by id, or with
+    `counts` the most used first; each goes to the rank that has most room left.
 
     All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
     layer in turn, so the remainder goes to the first layers; "dynamic" starts like "uniform"; "front-loading" fills
@@ -88,7 +89,7 @@ def place(
     used = counts or [[0] * layer.experts for layer in layers]
     ranked = [sorted(range(len(of)), key=lambda e: -of[e]) for of in used]  # stable: ties by id
     taken = [0] * len(layers)
-    left_bytes = budget_bytes
+    owners, left_bytes = [[CPU] * layer.experts for layer in layers], list(budgets_bytes)
     pinned = [layer.experts if layer.block in whole else 0 for layer in layers]
     order = list(_in_turn(wanted) if strategy != "front-loading" else _layer_by_layer(wanted))
     if strategy == "frequency":
@@ -96,10 +97,12 @@ def place(
             raise ValueError("placement by frequency needs expert counts")
         order.sort(key=lambda at: -used[at[0]][ranked[at[0]][at[1]]] / layers[at[0]].expert_bytes)
     for i, nth in (*_layer_by_layer(pinned), *order):
-        if nth == taken[i] and layers[i].expert_bytes <= left_bytes:
+        rank = max(range(len(left_bytes)), key=left_bytes.__getitem__)  # among equals the first
+        if nth == taken[i] and layers[i].expert_bytes <= left_bytes[rank]:
+            owners[i][ranked[i][nth]] = rank
             taken[i] += 1
-            left_bytes -= layers[i].expert_bytes
-    return tuple(tuple(sorted(of[:count])) for of, count in zip(ranked, taken, strict=True))
+            left_bytes[rank] -= layers[i].expert_bytes
+    return tuple(map(tuple, owners))
 
 
 def spare_slots(expert_bytes: int, resident: int) -> int:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from proa.machine.topology import Team
+from proa.models.ranks import Mesh
 from proa.types import Decision
+
+CPU = -1  # owner of an expert that no rank holds: the CPUs of the host
+
+# Per MoE layer, the owner of each expert: the number of a rank, which computes it on its GPU, or CPU.
+Owners = tuple[tuple[int, ...], ...]
+
+
+def held_by(owners: Owners, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Per MoE layer, the ascending ids of the experts that a rank owns."""
+    return tuple(tuple(e for e, owner in enumerate(layer) if owner == rank) for layer in owners)
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +71,13 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU's part: everything but the routed experts that are not resident.
+    """The part of one rank's GPU: everything but the routed experts that are not resident.
 
-    `blocks`, `experts`, `expert_bytes` and `resident` have one entry for each MoE layer, in the model's order.
+    `blocks`, `expert_bytes` and `owners` have one entry for each MoE layer, in the model's order.
     """
+
+    rank: int = 0  # its place in the mesh
+    host: int = 0  # number of its host; the experts of the CPU are in that host's RAM
 
     index: int | None  # cuda:index; None: simulated
     name: str
@@ -74,9 +88,8 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     vram: VramBudget
     placement: str  # uniform, front-loading, frequency; dynamic: uniform at first
     blocks: tuple[int, ...] = ()  # block number of each MoE layer
-    experts: tuple[int, ...] = ()  # routed experts per layer
     expert_bytes: tuple[int, ...] = ()  # packed bytes of one expert
-    resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of experts in VRAM
+    owners: Owners = ()  # of all experts, for each layer the same on every rank
     spare: int = 0  # spare slots for each size of experts: so many may move at once
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works
@@ -95,9 +108,19 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
         return "sim" if self.index is None else f"cuda:{self.index}"
 
     @property
+    def experts(self) -> tuple[int, ...]:
+        """Routed experts per layer."""
+        return tuple(map(len, self.owners))
+
+    @property
+    def resident(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, the ascending ids of experts in this GPU's VRAM."""
+        return held_by(self.owners, self.rank)
+
+    @property
     def gpu_only(self) -> bool:
-        """True if all routed experts are resident: the CPU computes none."""
-        return all(len(ids) == count for ids, count in zip(self.resident, self.experts, strict=True))
+        """True if GPUs hold all routed experts: the CPU computes none."""
+        return not any(CPU in layer for layer in self.owners)
 
 
 def step_seconds(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: bool) -> float:
@@ -107,7 +130,7 @@ def step_seconds(dense_s: float, resident_s: float, ram_s: float, *, read_ahead:
 
 
 class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that decode of one request reads from VRAM per token, and the bandwidth."""
+    """Bytes that decode of one request reads from one rank's VRAM per token, and the bandwidth."""
 
     dense_bytes_per_token: int  # dense weights and KV, read before the experts
     expert_bytes_per_token: int  # resident experts, for uniform routing, read while the CPU reads its own
@@ -120,27 +143,29 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
     """The physical limit of decode for one request: bandwidth over the bytes that a token must read.
 
     With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)). With read ahead RAM is read
-    all the time: 1 / max((dense + resident experts) / VRAM, the CPU's experts / RAM).
+    all the time: 1 / max((dense + resident experts) / VRAM, the CPU's experts / RAM). With several GPUs, those of a
+    stage read at once, and the slowest counts; a token passes stage after stage.
     """
 
     bytes_per_token: int  # read from RAM
     bandwidth_bytes_per_s: float  # of RAM
-    vram: VramRoof | None = None
+    vram: tuple[tuple[VramRoof, ...], ...] = ()  # of each stage's ranks; empty: everything is read from RAM
 
     @property
     def tokens_per_s(self) -> float:
-        if self.vram is None:
+        if not self.vram:
             return self.bandwidth_bytes_per_s / self.bytes_per_token
         ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
-        rate = self.vram.bandwidth_bytes_per_s
-        dense_s, experts_s = self.vram.dense_bytes_per_token / rate, self.vram.expert_bytes_per_token / rate
-        return 1 / step_seconds(dense_s, experts_s, ram_s, read_ahead=self.vram.read_ahead)
+        dense_s = sum(max(of.dense_bytes_per_token / of.bandwidth_bytes_per_s for of in s) for s in self.vram)
+        experts_s = sum(max(of.expert_bytes_per_token / of.bandwidth_bytes_per_s for of in s) for s in self.vram)
+        read_ahead = any(of.read_ahead for stage in self.vram for of in stage)
+        return 1 / step_seconds(dense_s, experts_s, ram_s, read_ahead=read_ahead)
 
     @property
     def bound_by(self) -> str:
         """The memory that takes most of a token's time: "RAM" or "VRAM"."""
         ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
-        return "RAM" if self.vram is None or 2 * ram_s * self.tokens_per_s > 1 else "VRAM"
+        return "RAM" if not self.vram or 2 * ram_s * self.tokens_per_s > 1 else "VRAM"
 
 
 class Workers(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,9 +209,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     isa: str = ""  # of the native kernels; empty: ops in plain torch
     workers: Workers | None = None  # of the native kernels
     memory: MemoryBudget
-    gpu: GpuPlan | None = None  # None: everything runs on the CPU
+    mesh: Mesh = Mesh()
+    gpus: tuple[GpuPlan, ...] = ()  # of each rank of the mesh, in order; empty: everything runs on the CPU
     roof: Roof
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def gpu(self) -> GpuPlan | None:
+        """The GPU of the only rank; None: everything runs on the CPU. Raises ValueError if there are several ranks."""
+        if len(self.gpus) > 1:
+            raise ValueError(f"the plan has {len(self.gpus)} ranks, and this code runs one")
+        return self.gpus[0] if self.gpus else None
 
     @property
     def state_slots(self) -> int:

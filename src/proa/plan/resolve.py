@@ -107,7 +107,7 @@ def resolve(
         isa=isa,
         workers=workers,
         memory=placed.memory,
-        gpu=placed.gpu,
+        gpus=() if placed.gpu is None else (placed.gpu,),
         roof=placed.roof,
         decisions=(*rows, together, batch, share_row, same_row, *ram_rows, threads_row, *worker_rows),
     )

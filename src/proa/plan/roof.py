@@ -49,17 +49,22 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_b
         source=source,
         read_ahead=plan.read_ahead,
     )
-    return Roof(bytes_per_token=round(in_ram), bandwidth_bytes_per_s=bandwidth, vram=vram)
+    return Roof(bytes_per_token=round(in_ram), bandwidth_bytes_per_s=bandwidth, vram=((vram,),))
 
 
 def roof_at(plan: Plan, context_tokens: int) -> Roof:
     """The plan's roof at a context of `context_tokens`."""
-    kv_bytes = plan.memory.kv_bytes if plan.gpu is None else plan.gpu.vram.kv_bytes
-    more_bytes = (context_tokens - ROOF_CONTEXT_TOKENS) * (kv_bytes // (plan.num_pages * plan.page_tokens))
-    roof, vram = plan.roof, plan.roof.vram
-    if vram is None:
+    more_tokens, held = context_tokens - ROOF_CONTEXT_TOKENS, plan.num_pages * plan.page_tokens
+    roof, gpus = plan.roof, iter(plan.gpus)
+    if not roof.vram:
+        more_bytes = more_tokens * (plan.memory.kv_bytes // held)
         return msgspec.structs.replace(roof, bytes_per_token=roof.bytes_per_token + more_bytes)
-    vram = msgspec.structs.replace(vram, dense_bytes_per_token=vram.dense_bytes_per_token + more_bytes)
+
+    def longer(of: VramRoof, gpu: GpuPlan) -> VramRoof:
+        more_bytes = more_tokens * (gpu.vram.kv_bytes // held)
+        return msgspec.structs.replace(of, dense_bytes_per_token=of.dense_bytes_per_token + more_bytes)
+
+    vram = tuple(tuple(longer(of, next(gpus)) for of in stage) for stage in roof.vram)
     return msgspec.structs.replace(roof, vram=vram)
 
 

@@ -19,7 +19,7 @@ from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
-from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
+from proa.plan.plan import GpuPlan, MemoryBudget, Owners, VramBudget, held_by
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
     context_bytes,
@@ -35,6 +35,8 @@ from proa.types import Decision
 
 # VRAM reserved for other processes and for fragmentation; none on a simulated GPU.
 LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
+
+_RANK = 0  # one GPU is planned
 
 STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
@@ -83,11 +85,15 @@ class _Placed:
     """Experts in VRAM, and the spare slots for moves."""
 
     strategy: str
-    resident: tuple[tuple[int, ...], ...]
+    owners: Owners
     inclusive: bool
     spare: int = 0
     spare_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def resident(self) -> tuple[tuple[int, ...], ...]:
+        return held_by(self.owners, _RANK)
 
 
 def asks_for_experts(asked: GpuOptions) -> bool:
@@ -145,9 +151,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes, placed.spare_bytes),
         placement=placed.strategy,
         blocks=tuple(layer.block for layer in layers),
-        experts=tuple(layer.experts for layer in layers),
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
-        resident=placed.resident,
+        owners=placed.owners,
         spare=placed.spare,
         doorbell=asked.doorbell,
         fp8_activations=asked.fp8_activations,
@@ -189,9 +194,9 @@ def _place(
     total_bytes = sum(layer.total_bytes for layer in layers)
 
     def among(budget_bytes: int, strategy: str) -> _Placed:
-        resident = place(layers, budget_bytes, strategy, wish.wanted, wish.whole, counts)
-        inclusive = resident_bytes(layers, resident) < total_bytes <= room.inclusive_bytes
-        return _Placed(strategy, resident, inclusive)
+        owners = place(layers, [budget_bytes], strategy, wish.wanted, wish.whole, counts)
+        inclusive = resident_bytes(layers, held_by(owners, _RANK)) < total_bytes <= room.inclusive_bytes
+        return _Placed(strategy, owners, inclusive)
 
     def with_row(of: _Placed, why: str) -> _Placed:
         return replace(of, decisions=(Decision("expert placement", asked, of.strategy, why),))

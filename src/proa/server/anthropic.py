@@ -35,7 +35,7 @@ from proa.server.anthropic_replies import (
     Usage,
 )
 from proa.server.anthropic_schema import MessagesRequest
-from proa.server.prompts import fitted, tokenize_chat
+from proa.server.prompts import fitted, prompt_of
 from proa.types import Chunk, SamplingParams
 
 
@@ -46,18 +46,21 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        constraint=request.constraint,
         stop=tuple(request.stop_sequences),
     )
     chat = as_chat(request)
-    prompt = await tokenize_chat(llm, chat)
+    prompt = await prompt_of(llm, chat)
     return Job(
-        prompts=[prompt],
-        params=fitted(llm, prompt, params),
+        prompts=[prompt.tokens],
+        params=fitted(llm, prompt.tokens, params),
         priority=0,
         salt="",
         continuous_usage=False,
         ends_with_usage=True,
-        parser=partial(llm.answer_parser, chat, prompt),
+        parser=partial(llm.answer_parser, chat, prompt.tokens),
+        one_call=request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use,
+        headers=prompt.headers,
         writer=MessagesReplyWriter(answer_id, model_name),
     )
 

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from proa.server.anthropic_blocks import AnyBlock, TextBlock, as_blocks
+from proa.server.constraints import READERS
 from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, GeneratingRequest
+from proa.types import Constraint
 
 
 class _Part(BaseModel):
@@ -87,13 +89,6 @@ class OutputConfig(_Part):
     format: dict[str, Any] | None = None
     task_budget: Any = None  # without effect
 
-    @field_validator("format")
-    @classmethod
-    def _text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            raise ValueError("Structured output is not implemented")
-        return value
-
 
 class CountTokensRequest(ApiRequest):
     """POST /v1/messages/count_tokens: the conversation."""
@@ -154,3 +149,9 @@ class MessagesRequest(GeneratingRequest, CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What constrains the answer's text. Raises RequestError."""
+        form = self.output_config.format if self.output_config is not None else None
+        return None if form is None else READERS["response_format"](form, "output_config.format")

@@ -26,7 +26,7 @@ from proa.server.ollama_schema import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from proa.server.prompts import encode_text, fitted, read_messages, read_tools, tokenize_chat
+from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages, read_tools
 from proa.server.service import Service
 from proa.types import Chat, Chunk, SamplingParams
 
@@ -37,20 +37,20 @@ async def chat_job(llm: AsyncLLM, request: OllamaChatRequest, answer_id: str, mo
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     messages = read_messages([_message(message) for message in request.messages])
     chat = Chat(messages=messages, tools=read_tools(request.tools, None), template_kwargs=request.switches)
-    return _job(llm, request, await tokenize_chat(llm, chat), chat, OllamaWriter(model_name, _chat_fields))
+    return _job(llm, request, await prompt_of(llm, chat), chat, OllamaWriter(model_name, _chat_fields))
 
 
 async def generate_job(llm: AsyncLLM, request: OllamaGenerateRequest, answer_id: str, model_name: str) -> Job:
     """Validate and tokenise a request: a prompt for the chat template, or with `raw` a text that is continued."""
     writer = OllamaWriter(model_name, _generate_fields)
     if request.raw:
-        return _job(llm, request, await encode_text(llm, request.prompt, "prompt"), None, writer)
+        return _job(llm, request, Prompt(await encode_text(llm, request.prompt, "prompt"), {}), None, writer)
     messages = [{"role": "system", "content": request.system}] if request.system else []
     chat = Chat(messages=[*messages, {"role": "user", "content": request.prompt}], template_kwargs=request.switches)
-    return _job(llm, request, await tokenize_chat(llm, chat), chat, writer)
+    return _job(llm, request, await prompt_of(llm, chat), chat, writer)
 
 
-def _job(llm: AsyncLLM, request: OllamaRequest, prompt: list[int], chat: Chat | None, writer: OllamaWriter) -> Job:
+def _job(llm: AsyncLLM, request: OllamaRequest, prompt: Prompt, chat: Chat | None, writer: OllamaWriter) -> Job:
     options = request.options
     most = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
     params = SamplingParams(
@@ -64,15 +64,17 @@ def _job(llm: AsyncLLM, request: OllamaRequest, prompt: list[int], chat: Chat | 
         frequency_penalty=options.frequency_penalty,
         seed=options.seed,
         stop=tuple(options.stop),
+        constraint=request.constraint,
     )
     return Job(
-        prompts=[prompt],
-        params=fitted(llm, prompt, params),
+        prompts=[prompt.tokens],
+        params=fitted(llm, prompt.tokens, params),
         priority=0,
         salt="",
         continuous_usage=False,
         ends_with_usage=True,
-        parser=PlainText if chat is None else partial(llm.answer_parser, chat, prompt),
+        parser=PlainText if chat is None else partial(llm.answer_parser, chat, prompt.tokens),
+        headers=prompt.headers,
         writer=writer,
     )
 

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from proa.server.constraints import READERS
 from proa.server.schema import ApiRequest, GeneratingRequest, StopStrings
+from proa.types import Constraint
 
 _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
 
@@ -83,12 +85,14 @@ class OllamaRequest(GeneratingRequest):
     think: bool | str | None = None
     keep_alive: Any = None  # without effect: the model stays loaded
 
-    @field_validator("format")
-    @classmethod
-    def _text(cls, value: Any) -> Any:
-        if value not in (None, ""):
-            raise ValueError("Structured output is not implemented")
-        return value
+    @property
+    def constraint(self) -> Constraint | None:
+        """What constrains the answer's text: "json" or a schema. Raises RequestError."""
+        if self.format in (None, ""):
+            return None
+        if self.format == "json":
+            return READERS["response_format"]({"type": "json_object"}, "format")
+        return READERS["json_schema"](self.format, "format")
 
     @property
     def unknown_options(self) -> list[str]:

@@ -11,7 +11,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
-from proa.server.prompts import fitted, tokenize_chat
+from proa.server.prompts import fitted, prompt_of
 from proa.server.responses_items import CallItem, Item, MessageItem, ReasoningItem
 from proa.server.responses_prompt import DeclaredTool, as_chat, declared_tools
 from proa.server.responses_schema import ENCRYPTED_REASONING, ResponsesRequest
@@ -28,23 +28,30 @@ async def responses_job(
     earlier = stored.items(request.previous_response_id) if request.previous_response_id else []
     items = [*earlier, *request.input]
     chat = as_chat(request, items)
-    params = SamplingParams(max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p)
-    prompt = await tokenize_chat(llm, chat)
+    params = SamplingParams(
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        constraint=request.constraint,
+    )
+    prompt = await prompt_of(llm, chat)
     return Job(
-        prompts=[prompt],
-        params=fitted(llm, prompt, params),
+        prompts=[prompt.tokens],
+        params=fitted(llm, prompt.tokens, params),
         priority=0,
         salt="",
         continuous_usage=False,
         ends_with_usage=True,
-        parser=partial(llm.answer_parser, chat, prompt),
+        parser=partial(llm.answer_parser, chat, prompt.tokens),
+        one_call=not request.parallel_tool_calls,
+        headers=prompt.headers,
         writer=ResponsesWriter(request, items, stored, answer_id, model_name),
     )
 
 
 class ResponsesWriter:
     """Writes the events of one response: items of reasoning, text and tool calls, each opened by its first event and
-    closed by the first of another one. With parallel_tool_calls false, calls after the first are left out."""
+    closed by the first of another one."""
 
     def __init__(
         self, request: ResponsesRequest, items: Items, stored: StoredResponses, answer_id: str, model_name: str
@@ -58,7 +65,6 @@ class ResponsesWriter:
         self._sequence = 0
         self._output: Items = []
         self._open: Item | None = None
-        self._calls = 0
 
     def objects(
         self, prompt_index: int, chunk: Chunk, parsed: Parsed, usage: replies.Usage | None
@@ -86,20 +92,13 @@ class ResponsesWriter:
                     is_sealed = ENCRYPTED_REASONING in self._request.include
                     yield from self._opened(ReasoningItem(f"rs_{self._answer_id}_{number}", is_sealed))
             case ToolCall(_, call_id, name):
-                self._calls += 1
                 tool = self._tools.get(name, DeclaredTool(name, None, False))
-                if self._may_call:
-                    yield from self._opened(CallItem(f"fc_{self._answer_id}_{number}", call_id, tool))
+                yield from self._opened(CallItem(f"fc_{self._answer_id}_{number}", call_id, tool))
                 return
             case ToolArguments(_, text):
-                if not self._may_call:
-                    return
+                pass
         assert self._open is not None
         yield from map(self._placed, self._open.add(text))
-
-    @property
-    def _may_call(self) -> bool:
-        return self._request.parallel_tool_calls or self._calls == 1
 
     def _opened(self, item: Item) -> Iterator[dict[str, Any]]:
         yield from self._closed("completed")
@@ -171,6 +170,6 @@ def _usage(usage: replies.Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }

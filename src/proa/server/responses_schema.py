@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from proa.server.constraints import READERS
 from proa.server.schema import GeneratingRequest
+from proa.types import Constraint
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 USABLE_TOOLS = ("function", "custom", "namespace")
@@ -26,13 +28,6 @@ class ReasoningConfig(_Part):
 class TextConfig(_Part):
     format: dict[str, Any] | None = None
     verbosity: str | None = None  # without effect
-
-    @field_validator("format")
-    @classmethod
-    def _text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value not in (None, {"type": "text"}):
-            raise ValueError("Structured output is not implemented")
-        return value
 
 
 class ResponsesRequest(GeneratingRequest):
@@ -60,6 +55,12 @@ class ResponsesRequest(GeneratingRequest):
     @classmethod
     def _items(cls, value: Any) -> Any:
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What constrains the answer's text. Raises RequestError."""
+        form = self.text.format if self.text is not None else None
+        return None if form is None else READERS["response_format"](form, "text.format")
 
     @property
     def unknown_options(self) -> list[str]:

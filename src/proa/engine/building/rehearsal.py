@@ -87,9 +87,8 @@ def _reduced(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Shown:
     fewer = msgspec.structs.replace(
         gpu,
         blocks=tuple(numbers[gpu.blocks[i]] for i in layers),
-        experts=tuple(gpu.experts[i] for i in layers),
         expert_bytes=tuple(gpu.expert_bytes[i] for i in layers),
-        resident=tuple(gpu.resident[i] for i in layers),
+        owners=tuple(gpu.owners[i] for i in layers),
     )
     return Shown(replace(spec, blocks=tuple(spec.blocks[i] for i in numbers)), renamed, fewer)
 
