@@ -22,6 +22,7 @@ from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool
@@ -46,11 +47,13 @@ class Split:
     way: Way = Way.NUMBER
 
     def placement(self, spec: Model) -> Placement:
-        resident = []
-        for moe in (block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)):
-            count = round(moe.experts * self.share)
-            resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
-        return Placement(tuple(resident), self.inclusive, self.spare)
+        owners = {}
+        for number, moe in enumerate(block.ffn for block in spec.blocks):
+            if isinstance(moe, Moe):
+                count = round(moe.experts * self.share)
+                resident = {i * moe.experts // count for i in range(count)}
+                owners[number] = tuple(0 if e in resident else CPU for e in range(moe.experts))
+        return Placement(owners, self.inclusive, self.spare)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from proa.hybrid.pinning import register
 from proa.hybrid.slots import Slot
 from proa.machine.cost.co_fetch import InPlaceRates
 from proa.machine.cost.heat import Heat
+from proa.models.ranks import CPU
 from proa.native.doorbell import Service
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Rows, moe
@@ -51,10 +52,11 @@ class Model:
 
     def __init__(self, pool: Pool, layers: int, cpu: int) -> None:
         self.pool, self.ram, self.cpu = pool, Memory(pool, [None]), cpu
-        placement = Placement((tuple(range(RESIDENT)),) * layers, inclusive=True)
+        owners = tuple(0 if e < RESIDENT else CPU for e in range(EXPERTS))
+        placement = Placement(dict.fromkeys(range(layers), owners), inclusive=True)
         self.hybrid = HybridModel(placement, DEVICE, self.ram, Staging(pool, 1 << 20, pinned=True))
-        for _ in range(layers):
-            for _, sink in self.hybrid.new_experts(EXPERTS, SHAPE.hidden, SHAPE.width).parameters():
+        for block in range(layers):
+            for _, sink in self.hybrid.new_experts(EXPERTS, SHAPE.hidden, SHAPE.width, block=block).parameters():
                 sink.expect("BF16")
         self.layers = [layer.memory for layer in self.hybrid.layers]
         self.stacks = [self._experts(i) for i in range(layers)]

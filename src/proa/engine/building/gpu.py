@@ -173,9 +173,7 @@ class GpuBuild:
             PROBE_ROUNDS,
         )
         self._round_trip_us = taken.round_trip_us
-        self._decisions.append(taken.decision)
-        if self._gpu.read_ahead:
-            self._decisions.append(taken.read_ahead())
+        self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)
         return taken.transport
 
     def saver(self) -> CountSaver | None:
