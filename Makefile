@@ -40,7 +40,8 @@ test-gpu: native
 	@$(BIN)/python tools/need_gpu.py
 	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
-check: native
+check: venv
+	@sh tools/native.sh compile
 	@$(BIN)/ruff format --check src tests tools
 	@$(BIN)/ruff check src tests tools
 	@$(BIN)/mypy

@@ -24,10 +24,6 @@ class FakeParser:
     def in_reasoning(self) -> bool:
         return self._state == "think"
 
-    @property
-    def in_reasoning(self) -> bool:
-        return self._state == "think"
-
     def feed(self, text: str, markers: Sequence[int] = ()) -> list[Event]:
         self._text += text
         return list(self._take(final=False))

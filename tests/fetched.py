@@ -6,10 +6,13 @@ They are never installed: a child process gets them on its path. Without a netwo
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -51,3 +54,32 @@ def _download(requirement: str, sha256: str, folder: Path, source: bool) -> Path
         pytest.fail(f"{requirement} is not the file that this test was written for: {done.stderr.strip()[-400:]}")
     last = done.stderr.strip().splitlines()
     pytest.skip(f"{requirement} cannot be fetched: {last[-1] if last else 'pip said nothing'}")
+
+
+def npm_package(spec: str, sha512: str) -> Path:
+    """Return a folder with the contents of an npm package, `name@version`; sha512: its checksum in base64. Skips the
+    test without npm or a network."""
+    folder = _CACHE / f"npm-{spec.replace('/', '-').replace('@', '-')}"
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+                archive = _npm_pack(spec, Path(scratch))
+                found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+                if found != sha512:
+                    pytest.fail(f"{spec} is not the file that this test was written for: its sha512 is {found}")
+                with tarfile.open(archive) as packed:
+                    packed.extractall(Path(scratch) / "unpacked", filter="data")
+                (Path(scratch) / "unpacked").rename(folder)
+    return folder / "package"
+
+
+def _npm_pack(spec: str, folder: Path) -> Path:
+    if shutil.which("npm") is None:
+        pytest.skip(f"{spec} cannot be fetched: npm is not installed")
+    command = ["npm", "pack", "--silent", f"--pack-destination={folder}", spec]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    archives = list(folder.glob("*.tgz"))
+    if done.returncode or not archives:
+        pytest.skip(f"{spec} cannot be fetched: {done.stderr.strip()[-300:] or 'npm said nothing'}")
+    return archives[0]

@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Format, Layout, PackSource, Stored, layout, pack
+from proa.native.formats import Form, Format, Layout, PackSource, Stored, facts, layout, pack, usual_forms
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
 
-# (format, group): every format, with the groups that are common in checkpoints.
-CASES = [
-    (Format.BF16, 0), (Format.FP16, 0), (Format.FP8_ROW, 0), (Format.FP8_PANEL, 128), (Format.MXFP8, 32),
-    (Format.INT8_F32, 0), (Format.INT8_F16, 32), (Format.INT4_F32, 128), (Format.INT4_F16, 32), (Format.INT4_BF16, 64),
-    (Format.UINT4_F32, 16), (Format.UINT4_F16, 32), (Format.UINT4_BF16, 128), (Format.NVFP4, 16), (Format.MXFP4, 32),
-    (Format.Q4_K, 32), (Format.Q6_K, 16), (Format.FP8_PANEL, 0), (Format.INT8_F32, 32),
-    (Format.Q5_K, 32),
-]  # fmt: skip
+# (format, group): every format in the table's order, with its usual group; then other groups.
+CASES = [*usual_forms().values(), Form(Format.FP8_PANEL, 0), Form(Format.INT8_F32, 32), Form(Format.INT4_BF16, 64)]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
 
@@ -108,9 +102,9 @@ def random_weights(
 ) -> Weights:
     """Random weights of one format; every_code: columns enumerate all codes instead."""
     rng = np.random.default_rng(seed)
-    if form in (Format.BF16, Format.FP16):
+    if facts(form).scale == "none":
         return _plain(form, rng, rows, columns)
-    blocks = {Format.Q4_K: 8, Format.Q5_K: 8, Format.Q6_K: 16}.get(form, 1)
+    blocks = facts(form).block_groups
     groups = -(-columns // (group * blocks)) * blocks if group else 1
     codes, code_values = _codes(form, rng, rows, columns, every_code)
     weights = Weights(form, group, code_values, code_values, {"codes": codes})
@@ -140,31 +134,31 @@ def _plain(form: Format, rng: np.random.Generator, rows: int, columns: int) -> W
 def _codes(
     form: Format, rng: np.random.Generator, rows: int, columns: int, every: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    bits = {Format.Q6_K: 6, Format.Q5_K: 5}.get(form, 4 if form >= Format.INT4_F32 else 8)
+    code = facts(form).code
+    bits = 5 if code == "uint6" else facts(form).code_bits
     codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
     if every:
         codes = ((np.arange(rows)[:, None] + np.arange(columns)) % (1 << bits)).astype(np.uint8)
-    match form:
-        case Format.FP8_ROW | Format.FP8_PANEL | Format.MXFP8:
+    match code:
+        case "e4m3":
             codes[(codes & 0x7F) == 0x7F] = 1
             return codes, e4m3_values(codes)
-        case Format.INT8_F32 | Format.INT8_F16:
+        case "int8":
             codes.flat[0] = 128
             return codes, codes.view(np.int8).astype(np.float64)
-        case Format.NVFP4 | Format.MXFP4:
+        case "e2m1":
             return codes, e2m1_values(codes)
-        case Format.Q6_K:
+        case "int6":
             return codes, codes.astype(np.float64) - 32
-    signed = form in (Format.INT4_F32, Format.INT4_F16, Format.INT4_BF16)
-    return codes, codes.astype(np.float64) - (8 if signed else 0)
+    return codes, codes.astype(np.float64) - (8 if code == "int4" else 0)
 
 
 def _stored(form: Format, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales as stored in the format's scale type, and their exact values."""
-    if form in (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16):
+    if facts(form).scale == "f16":
         half = values.astype(np.float16)
         return half, half.astype(np.float64)
-    if form in (Format.INT4_BF16, Format.UINT4_BF16):
+    if facts(form).scale == "bf16":
         bits = bf16_bits(values)
         return bits, bf16_values(bits)
     return values.astype(np.float32), values.astype(np.float32).astype(np.float64)
@@ -173,40 +167,40 @@ def _stored(form: Format, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _scales(form: Format, rng: np.random.Generator, rows: int, groups: int, to: Weights) -> np.ndarray:
     values = rng.uniform(0.005, 0.02, (rows, groups))
     a = to.arrays
-    match form:
-        case Format.MXFP8 | Format.MXFP4:
+    match facts(form).scale:
+        case "e8m0":
             low, high = (105, 117) if form is Format.MXFP8 else (115, 127)
             a["scales"] = rng.integers(low, high, (rows, groups)).astype(np.uint8)
             return 2.0 ** (a["scales"].astype(np.float64) - 127)
-        case Format.NVFP4:
+        case "e4m3":
             a["scales"] = rng.integers(0, 0x7F, (rows, groups)).astype(np.uint8)
             to.factor = 0.0078125 * 1.25
             return e4m3_values(a["scales"]) * to.factor
-        case Format.FP8_PANEL:
+        case "f32_panel":
             to.scale_rows = 128
             a["scales"] = values[: -(-rows // 128)].astype(np.float32)
             return a["scales"].astype(np.float64)[np.arange(rows) // 128]
-        case Format.Q4_K | Format.Q5_K:
+        case "block8":
             a["scales"] = rng.integers(0, 64, (rows, groups)).astype(np.uint8)
             a["mins"] = rng.integers(0, 64, (rows, groups)).astype(np.uint8)
             a["block_scales"] = (values[:, ::8] / 32).astype(np.float16)
             a["block_mins"] = (values[:, ::8] / 4).astype(np.float16)
             return a["scales"] * np.repeat(a["block_scales"].astype(np.float64), 8, 1)
-        case Format.Q6_K:
+        case "block16":
             a["scales"] = rng.integers(-128, 128, (rows, groups)).astype(np.int8).view(np.uint8)
             a["block_scales"] = (values[:, ::16] / 64).astype(np.float16)
             return a["scales"].view(np.int8) * np.repeat(a["block_scales"].astype(np.float64), 16, 1)
     a["scales"], exact = _stored(form, values)
-    if form in (Format.UINT4_F32, Format.UINT4_F16, Format.UINT4_BF16):
+    if facts(form).has_min:
         a["mins"], _ = _stored(form, -values * rng.uniform(6, 9, values.shape))
     return exact
 
 
 def _minimums(form: Format, weights: Weights) -> np.ndarray:
     mins = weights.arrays["mins"]
-    if form in (Format.Q4_K, Format.Q5_K):
+    if facts(form).scale == "block8":
         return -(mins * np.repeat(weights.arrays["block_mins"].astype(np.float64), 8, 1))
-    return bf16_values(mins) if form is Format.UINT4_BF16 else mins.astype(np.float64)
+    return bf16_values(mins) if facts(form).scale == "bf16" else mins.astype(np.float64)
 
 
 def pack_blocks(pool: Pool, type_: Stored, blocks: np.ndarray, to: Layout) -> Packed:

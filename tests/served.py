@@ -53,7 +53,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self._gate = launch_gate
         self._listener = bind(self.options.host, self.options.port)
-        self.url = url_of(self._listener)
+        self.url = url_of(self._listener, self.options.scheme)
         openai = pytest.importorskip("openai")  # without it the test is skipped
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
         self._thread = threading.Thread(target=self._run, name="served")

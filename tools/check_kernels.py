@@ -11,6 +11,8 @@ variants that passed: a hash of Triton's version, the compile options and the ke
 A listed variant is not compiled again, except for SPOT_CHECKS chosen at random. --all compiles every variant; --record
 writes the list if nothing failed.
 
+For sm_90 the code of some kernels is read, too: kernel_code.py.
+
 Where the optimised LLVM code for an architecture is that of an older one, the rest of the compiler has passed it:
 PTX of an older architecture is PTX of every newer one.
 """
@@ -89,7 +91,8 @@ def fingerprint(variant) -> str:
     """Hash of everything that the check of a variant depends on; empty if the kernel cannot be lowered."""
     import triton
 
-    found = [triton.__version__, str(variant.warps), str(variant.stages), str(variant.shared_kib)]
+    rules = Path(__file__).with_name("kernel_code.py").read_text()
+    found = [triton.__version__, rules, str(variant.warps), str(variant.stages), str(variant.shared_kib)]
     for capability in architectures(variant):
         try:
             compiled(variant, capability, stop_at_ir)
@@ -111,6 +114,13 @@ def architectures(variant) -> list[int]:
     ]
 
 
+def not_assembled(*asked) -> tuple[str, str]:
+    """See Passed.skip. Keeps PTX, which has no machine code then; the key differs as in stop_at_ir."""
+    if asked:
+        asked[1]["cubin"] = lambda code, metadata: b""
+    return "code", "code"
+
+
 def compiled(variant, capability: int, hook):
     """For one architecture. hook: of Triton's, such as Passed.skip. Raises whatever the compiler does."""
     import triton
@@ -125,6 +135,19 @@ def compiled(variant, capability: int, hook):
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     knobs.runtime.add_stages_inspection_hook = hook
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def code_problem(module: str, variant) -> str:
+    """What is wrong with the variant's code for sm_90; "" if nothing, or if kernel_code.py asks nothing of it."""
+    from triton import knobs
+
+    from kernel_code import check_of
+
+    if (of_code := check_of(module, variant)) is None:
+        return ""
+    with knobs.cache.scope():  # apart from those whose PTX was left out
+        knobs.cache.dir = str(Path(knobs.cache.dir, "code"))
+        return of_code(variant, compiled(variant, 90, not_assembled).asm)
 
 
 def fingerprint_of(module: str, index: int) -> str:
@@ -156,6 +179,8 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
         if used > limit * KIB:
             found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
     found += [f"{name}: does not compile for {', '.join(where)}: {error}" for error, where in failed.items()]
+    if not failed and (problem := code_problem(module, variant)):
+        found.append(f"{name}: sm_90: {problem}")
     to = f" to sm_{variant.newest}" if variant.newest else ""
     return f"{name}: from sm_{variant.least}{to}, at most {most / KIB:.1f} KiB shared", found
 

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from proa.models.spec import Router
-from proa.native.formats import BF16_FORM, Format, Layout
+from proa.native.formats import BF16_FORM, Format, Layout, facts
 from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
@@ -29,7 +29,7 @@ from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.expert_sum import Into, Watch, combine
 from proa.ops.triton.experts import expert_space, experts
-from proa.ops.triton.formats import EXAMPLES, LINE_WORDS, VALUES
+from proa.ops.triton.formats import examples
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
@@ -37,7 +37,7 @@ from proa.ops.triton.route import route
 DEVICE = torch.device("cuda")
 EXPERTS, TOP_K, LAYERS = 128, 8, 4
 RULE = RouterRule(TOP_K, Router("softmax", True))
-FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *EXAMPLES)}
+FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *examples())}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
 
 
@@ -99,8 +99,8 @@ def random_panels(of: Layout, count: int) -> Tensor:
         numbers = torch.randn(nbytes // 2, device=DEVICE).mul_(0.02).to(plain)
         return numbers.view(torch.uint8).view(-1, of.panel_bytes)
     made = torch.randint(0, 64, (nbytes // of.panel_bytes, of.panel_bytes), dtype=torch.uint8, device=DEVICE)
-    codes = of.padded_columns // VALUES[of.format] * 64 * LINE_WORDS[of.format]
-    if VALUES[of.format] > 4:  # all bits of a code; of 8, those of a NaN are left out
+    codes = of.padded_columns // facts(of.format).unit_values * 64 * facts(of.format).unit_words
+    if facts(of.format).unit_values > 4:  # all bits of a code; of 8, those of a NaN are left out
         made[:, :codes].random_(0, 256)
     return made
 

@@ -100,13 +100,6 @@ int proa_pool_redone(const proa_pool* pool, uint64_t* out) {
     });
 }
 
-int proa_pool_kill_worker_for_test(proa_pool* pool) {
-    return proa::guarded([&] {
-        require(pool, "The pool is a null pointer.");
-        pool->host.pool.kill_worker_for_test();
-    });
-}
-
 int proa_layout(int format, int64_t rows, int64_t columns, int64_t group, proa_layout_info* out) {
     return proa::guarded([&] {
         require(out, "A null pointer.");
@@ -119,7 +112,7 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
               int64_t out_bytes) {
     return proa::guarded([&] {
         const proa::Layout l = proa::checked_layout(format, rows, columns, group);
-        const proa::FormatFacts& facts = proa::kFacts[format];
+        const proa::FormatFacts& facts = proa::facts_of(l.format);
         require(s && s->codes && out, "The source or the output of weights is a null pointer.");
         require(step >= 1, "The step between panels must be at least 1.");
         require(facts.scale_bytes == 0 || s->scales, "This format needs scales.");
@@ -127,9 +120,9 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
         require(!facts.block_scale_bytes || (s->block_scales && (!facts.has_min || s->block_mins)),
                 "This format needs block scales.");
         require(s->scale_rows >= 1, "scale_rows must be at least 1.");
-        require(
-            l.format != proa::Format::kFp8Panel || s->scale_rows % proa::kPanelRows == 0 || rows <= proa::kPanelRows,
-            "Scales of panels must be shared by whole panels.");
+        require(facts.scale_type != proa::ScaleType::kF32Panel || s->scale_rows % proa::kPanelRows == 0 ||
+                    rows <= proa::kPanelRows,
+                "Scales of panels must be shared by whole panels.");
         require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
         proa::pack_rows(
             l,
@@ -158,9 +151,9 @@ int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int
                         const float* gate_bias, const float* down_bias, proa_experts** out) {
     return proa::guarded([&] {
         require(gate_up && down && out, "A null pointer.");
-        require(activation >= 0 && activation <= int(proa::Activation::kRelu2), "There is no such activation.");
+        require(activation >= 0 && activation < int(proa::Activation::kNone), "There is no such activation.");
         const proa::Layout &up = gate_up->matrix.layout, &low = down->matrix.layout;
-        const int per = proa::Activation(activation) == proa::Activation::kRelu2 ? 1 : 2;
+        const int per = has_gate(proa::Activation(activation)) ? 2 : 1;
         require(gate_up->matrix.count == down->matrix.count, "Both stacks must have one matrix per expert.");
         require(up.panels % per == 0 && up.panels / per == (low.columns + 15) / 16,
                 "The first matrix must have as many panels as the second one's columns need.");

@@ -144,16 +144,14 @@ int proa_program_add_lookup(proa_program* program, const proa_matrix* table, con
     });
 }
 
-int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
-                              int64_t residual_stride, const void* weight, int64_t groups, int64_t width, float eps,
-                              void* out, int64_t out_stride, float offset, int64_t apart) {
+int proa_program_add_rms_norm(proa_program* program, const void* x, int64_t x_stride, const void* weight,
+                              int64_t groups, int64_t width, float eps, void* out, int64_t out_stride, float offset,
+                              int64_t apart) {
     return add(program, [&] {
         check_width(groups, "A number of groups"), check_width(width, "A width"), check_width(apart + 1, "A distance");
         require(weight, "The norm's weight is a null pointer.");
         const int64_t all = groups * width;
-        const proa::ConstRows added = residual ? rows_in(residual, residual_stride, all) : proa::ConstRows{nullptr, 0};
-        return proa::RmsNorm{rows_out(x, x_stride, all),
-                             added,
+        return proa::RmsNorm{rows_in(x, x_stride, all),
                              static_cast<const uint16_t*>(weight),
                              int(groups),
                              int(width),
@@ -204,21 +202,8 @@ int proa_program_add_route(proa_program* program, const void* logits, int64_t st
                            const proa_router_rule* rule, int32_t* ids, float* weights) {
     return add(program, [&] {
         require(rule, "The rule is a null pointer.");
-        check_width(rule->experts, "A number of experts");
-        for (const int64_t count : {rule->top_k, rule->groups, rule->kept, rule->best_of})
-            require(count >= 1 && count <= rule->experts,
-                    "Counts of a rule must be between 1 and the number of experts.");
-        require(ids && weights, "The outputs for experts are null pointers.");
         rows_in(logits, stride, rule->experts);
-        return proa::Route{
-            logits,
-            stride,
-            wide != 0,
-            proa::RouterRule{int(rule->experts), int(rule->top_k), rule->sigmoids != 0, rule->renormalise != 0,
-                             int(rule->groups), int(rule->kept), int(rule->best_of), rule->scale, rule->epsilon,
-                             rule->least, rule->correction},
-            ids,
-            weights};
+        return proa::Route{logits, stride, wide != 0, *rule, ids, weights};
     });
 }
 

@@ -11,8 +11,6 @@
 namespace proa {
 namespace {
 
-constexpr int kDirectQueries =
-    4;                           // with up to this many rows per sequence, keys are read in place (kernels/attention.h)
 constexpr int kPanelHeads = 16;  // from this many query heads on a single KV head, panels are always used
 constexpr int kBlockRows = 128;  // query rows of one KV head per block
 constexpr int kTileKeys = 128;   // keys in panels at once: they stay in the second-level cache with all their scores

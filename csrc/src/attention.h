@@ -9,6 +9,9 @@
 
 namespace proa {
 
+// With up to this many rows per sequence, keys are read in place (kernels/attention.h).
+constexpr int kDirectQueries = 4;
+
 // The sequences of a step: their rows and pages. Set once per step, read by every layer; its memory is never
 // reallocated, since late tasks may still read it.
 class AttentionBatch {

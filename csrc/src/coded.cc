@@ -15,35 +15,25 @@ namespace {
 
 int codes_of_byte(Stored type) { return facts_of(type).block_values; }
 
+// The stored type of a format's scales: float32 if it has none.
 Stored scale_type(Format format) {
-    switch (format) {
-        case Format::kMxfp8:
-        case Format::kMxfp4: return Stored::kE8m0;
-        case Format::kNvfp4: return Stored::kE4m3;
-        case Format::kInt8F16:
-        case Format::kInt4F16:
-        case Format::kUint4F16: return Stored::kF16;
-        case Format::kInt4Bf16:
-        case Format::kUint4Bf16: return Stored::kBf16;
+    switch (facts_of(format).scale_type) {
+        case ScaleType::kE8m0: return Stored::kE8m0;
+        case ScaleType::kE4m3: return Stored::kE4m3;
+        case ScaleType::kF16: return Stored::kF16;
+        case ScaleType::kBf16: return Stored::kBf16;
         default: return Stored::kF32;
     }
 }
 
 bool has_codes(Format format, Stored type) {
-    switch (format) {
-        case Format::kFp8Row:
-        case Format::kFp8Panel:
-        case Format::kMxfp8: return type == Stored::kE4m3;
-        case Format::kInt8F32:
-        case Format::kInt8F16: return type == Stored::kInt8 || type == Stored::kUint8;
-        case Format::kInt4F32:
-        case Format::kInt4F16:
-        case Format::kInt4Bf16: return type == Stored::kInt4 || type == Stored::kSigned4;
-        case Format::kUint4F32:
-        case Format::kUint4F16:
-        case Format::kUint4Bf16: return type == Stored::kUint4;
-        case Format::kNvfp4:
-        case Format::kMxfp4: return type == Stored::kE2m1;
+    if (facts_of(format).block_groups > 1) return false;  // GGUF's own: scales of two levels
+    switch (code_of(format)) {
+        case CodeType::kE4m3: return type == Stored::kE4m3;
+        case CodeType::kInt8: return type == Stored::kInt8 || type == Stored::kUint8;
+        case CodeType::kInt4: return type == Stored::kInt4 || type == Stored::kSigned4;
+        case CodeType::kUint4: return type == Stored::kUint4;
+        case CodeType::kE2m1: return type == Stored::kE2m1;
         default: return false;
     }
 }
@@ -120,7 +110,7 @@ bool keeps(const Layout& l, Stored type, const Scales& scales) {
     const int group = scales.group ? scales.group : l.padded;
     const bool whole_panels = scales.stride == 0 || (scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0);
     return has_codes(l.format, type) && scale_type(l.format) == scales.type && l.group == group &&
-           (scales.mins != nullptr) == kFacts[int(l.format)].has_min && !scales.group_of &&
+           (scales.mins != nullptr) == facts_of(l.format).has_min && !scales.group_of &&
            (scales.factor == 1.f || l.format == Format::kNvfp4) && (l.format != Format::kFp8Panel || whole_panels);
 }
 

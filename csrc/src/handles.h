@@ -8,7 +8,6 @@
 #include "matrix.h"
 #include "moe.h"
 #include "outbox.h"
-#include "queue.h"
 
 // Programs share the Host they run on: it lives until the last of them and the handle are destroyed.
 struct proa_pool {
@@ -22,10 +21,6 @@ struct proa_matrix {
 
 struct proa_experts {
     proa::Experts experts;
-};
-
-struct proa_queue {
-    proa::Queue queue;
 };
 
 struct proa_outbox {

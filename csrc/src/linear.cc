@@ -70,7 +70,7 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     const Layout& l = op.weights->layout;
     const Kernels& k = host.kernels_of(lane);
     const int groups = block_count(tokens, k.blocking.group_tokens(l.padded)), largest = block_begin(tokens, groups, 1);
-    const bool has_min = kFacts[int(l.format)].has_min;
+    const bool has_min = facts_of(l.format).has_min;
     const int threads = host.pool.threads();
     const int step = tokens > kManyTokens
                          ? panels_to_compute(2, size_t(l.panels) * size_t(groups), threads, k.blocking)

@@ -10,20 +10,6 @@ namespace {
 
 constexpr int64_t kMostRows = int64_t(1) << 24, kMostColumns = int64_t(1) << 20;
 
-int fixed_group(Format format) {  // -1: any
-    switch (format) {
-        case Format::kBf16:
-        case Format::kFp16: return 0;
-        case Format::kNvfp4:
-        case Format::kQ6K: return 16;
-        case Format::kMxfp8:
-        case Format::kMxfp4:
-        case Format::kQ4K:
-        case Format::kQ5K: return 32;
-        default: return -1;
-    }
-}
-
 }  // namespace
 
 Layout checked_layout(int format, int64_t rows, int64_t columns, int64_t group) {
@@ -32,11 +18,12 @@ Layout checked_layout(int format, int64_t rows, int64_t columns, int64_t group) 
     if (rows < 1 || rows > kMostRows || columns < 1 || columns > kMostColumns)
         throw Error(PROA_ERROR_ARGUMENT, "A matrix of " + std::to_string(rows) + " x " + std::to_string(columns) +
                                              " is outside of 1 x 1 to 2^24 x 2^20.");
-    const int fixed = fixed_group(Format(format));
-    if (fixed >= 0 ? group != fixed : group < 0 || group % 16 || group > kMostColumns)
-        throw Error(PROA_ERROR_ARGUMENT, "Groups of " + std::to_string(group) + " columns do not fit format " +
-                                             std::to_string(format) + ": " +
-                                             (fixed >= 0 ? std::to_string(fixed) : "0 or a multiple of 16") + ".");
+    const int fixed = kFacts[format].group;
+    const bool any = fixed == PROA_ANY_GROUP;
+    if (any ? group < 0 || group % 16 || group > kMostColumns : group != fixed)
+        throw Error(PROA_ERROR_ARGUMENT,
+                    "Groups of " + std::to_string(group) + " columns do not fit the format " + kFacts[format].name +
+                        ": " + (any ? "0 or a multiple of 16" : std::to_string(fixed)) + " was expected.");
     return layout_of(Format(format), int(rows), int(columns), int(group));
 }
 

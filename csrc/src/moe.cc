@@ -21,7 +21,7 @@ void pack(const Call& call, const Group& g, const Packed& x) {
 Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const Layout& l = call.experts->gate_up->layout;
     char* pairs = scratch.take<char>(size_t(g.tokens) * call.kernels->row_bytes(l));
-    const bool has_min = kFacts[int(l.format)].has_min;
+    const bool has_min = facts_of(l.format).has_min;
     float* sums = has_min ? scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16)) : nullptr;
     const Packed x = packed_rows(*call.kernels, l, pairs, sums, 0, g.tokens);
     pack(call, g, x);
@@ -145,8 +145,8 @@ void carve(Call& call, Host& host, int parts, int lane) {
         return memory.used();
     };
     take(Carver(host.workspace(lane, take(Carver()))));
-    if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
-    if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
+    if (!facts_of(up.format).has_min) call.x_sums = nullptr;
+    if (!facts_of(down.format).has_min) call.h_sums = nullptr;
 }
 
 bool fetch_up(const void* context, int task, int part) {

@@ -10,7 +10,7 @@
 namespace proa {
 
 struct Experts {
-    const Matrix* gate_up;  // panels of gate and up alternate; only gates for kRelu2
+    const Matrix* gate_up;  // panels of gate and up alternate; only gates without has_gate
     const Matrix* down;
     Activation activation;
     float limit;             // of the clamped SwiGLU

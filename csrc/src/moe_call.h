@@ -49,7 +49,7 @@ struct MoeCall {
         return w.panel(group[size_t(at.repeat)].expert, at.node, at.first);
     }
     int choices() const { return op.top_k ? op.top_k : 1; }  // experts per token
-    int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
+    int panels_per_row() const { return has_gate(experts->activation) ? 2 : 1; }
     // The biases of an expert's rows from panel `first` on, or null.
     const float* down_bias(int expert, int first) const {
         const size_t panel = size_t(expert) * size_t(experts->down->layout.panels) + size_t(first);

@@ -13,7 +13,7 @@ namespace {
 
 // Packs one row's codes, padded, into words, one per line.
 void words_of(const Layout& l, const uint8_t* codes, uint32_t* words) {
-    switch (kFacts[int(l.format)].code_bits) {
+    switch (facts_of(l.format).code_bits) {
         case 16: std::memcpy(words, codes, size_t(l.padded) * 2); return;
         case 8:
             for (int k = 0; k < l.padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k));
@@ -35,7 +35,7 @@ void part_even_and_odd(uint8_t* line) {
 }
 
 void check_codes(const Layout& l, const uint8_t* codes) {
-    const int bits = kFacts[int(l.format)].code_bits;
+    const int bits = facts_of(l.format).code_bits;
     if (bits >= 8) return;
     const uint8_t most = uint8_t((1 << bits) - 1);
     if (std::any_of(codes, codes + l.columns, [&](uint8_t code) { return code > most; }))
@@ -45,7 +45,7 @@ void check_codes(const Layout& l, const uint8_t* codes) {
 // Stores one row's scales and minimums, of type T, into their vectors, after those of the blocks.
 template <class T>
 void put_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* area) {
-    const FormatFacts& facts = kFacts[int(l.format)];
+    const FormatFacts& facts = facts_of(l.format);
     const int groups = (l.columns + l.group - 1) / l.group;  // the source's; padding has scales of 0
     const size_t skip = size_t(source_row / s.scale_rows) * s.scale_stride;
     const uint8_t *scales = s.scales + skip, *mins = facts.has_min ? s.mins + skip : nullptr;
@@ -67,21 +67,21 @@ void put_scales(const Layout& l, const Source& s, int source_row, int row, uint8
 
 // Stores one row's scales into vectors of 16 rows.
 void put_row_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* panel) {
-    const FormatFacts& facts = kFacts[int(l.format)];
+    const FormatFacts& facts = facts_of(l.format);
     if (!facts.scale_bytes) return;
     const int groups = (l.columns + l.group - 1) / l.group;  // the source's; padding has scales of 0
     uint8_t* area = panel + l.code_bytes;
     const uint8_t* scales = s.scales + size_t(source_row / s.scale_rows) * s.scale_stride;
-    if (l.format == Format::kFp8Panel) {
+    if (facts.scale_type == ScaleType::kF32Panel) {
         if (row == 0) std::memcpy(area, scales, size_t(groups) * 4);
         return;
     }
-    if (l.format == Format::kNvfp4) {
+    if (facts.tail_bytes) {
         if (row == 0) std::memcpy(area, &s.factor, 4);
         if (std::any_of(scales, scales + groups, [](uint8_t code) { return code >= 0x7f; }))
             throw Error(PROA_ERROR_ARGUMENT, "A scale of nvfp4 is negative or NaN.");
     }
-    switch (size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows) {  // bytes per scale
+    switch (kScales[int(facts.scale_type)].bytes / kPanelRows) {  // bytes per scale
         case 1: return put_scales<uint8_t>(l, s, source_row, row, area);
         case 2: return put_scales<uint16_t>(l, s, source_row, row, area);
         default: return put_scales<uint32_t>(l, s, source_row, row, area);
@@ -134,7 +134,7 @@ bool finite_rows(const Layout& l, const Source& s, int first, int rows, uint32_t
 }  // namespace
 
 bool pack_rows(const Layout& l, const Source& s, int rows, int step, uint8_t* out) {
-    const size_t code_bytes = kFacts[int(l.format)].code_bits == 16 ? 2 : 1;
+    const size_t code_bytes = facts_of(l.format).code_bits == 16 ? 2 : 1;
     const size_t words = l.code_bytes / kLineBytes;
     const bool as_they_are = code_bytes == 2 && l.padded == l.columns;
     std::vector<uint8_t> padded(size_t(l.padded) * code_bytes);

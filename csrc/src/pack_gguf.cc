@@ -43,14 +43,12 @@ class PanelRows {
   private:
     // Missing rows are zeros.
     bool finite(Format format) {
-        switch (format) {
-            case Format::kQ4K:
-            case Format::kQ5K:
-            case Format::kQ6K: return all_finite(Stored::kF16, part(2), kPanelRows * block_scales_);  // two parts
-            case Format::kMxfp4: return all_finite(Stored::kE8m0, part(0), kPanelRows * scales_);
-            case Format::kInt8F32:
-            case Format::kInt4F32:
-            case Format::kUint4F32: return all_finite(Stored::kF32, part(0), kPanelRows * scales_ / 2);
+        switch (facts_of(format).scale_type) {
+            case ScaleType::kBlock8:
+            case ScaleType::kBlock16:
+                return all_finite(Stored::kF16, part(2), kPanelRows * block_scales_);  // two parts
+            case ScaleType::kE8m0: return all_finite(Stored::kE8m0, part(0), kPanelRows * scales_);
+            case ScaleType::kF32: return all_finite(Stored::kF32, part(0), kPanelRows * scales_ / 2);
             default: return all_finite(Stored::kF16, part(0), kPanelRows * scales_);
         }
     }

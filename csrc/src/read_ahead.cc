@@ -23,7 +23,7 @@ void Pieces::cut(const Experts& experts, const std::vector<int>& ids, int thread
     const size_t fit = std::max<size_t>(1, room_bytes * size_t(threads) / w.matrix_bytes());
     experts_ = &experts;
     ids_.assign(ids.begin(), ids.begin() + ptrdiff_t(std::min(fit, ids.size())));
-    const int unit = experts.activation == Activation::kRelu2 ? 1 : 2;
+    const int unit = has_gate(experts.activation) ? 2 : 1;
     tasks_ = RowTasks(w, streamed_step(w, unit, 1, int(ids.size()), threads), int(ids_.size()));
     const size_t count = size_t(tasks_.begin[tasks_.nodes]);
     if (count > room_) readers_ = std::make_unique<std::atomic<const std::byte*>[]>(room_ = count);

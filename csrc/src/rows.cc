@@ -38,27 +38,16 @@ void place(const Embed& op, int first, int last, const std::byte*) {
         std::memcpy(row_of(op.out, row), op.table + size_t(op.tokens[row]) * size_t(op.width), row_bytes(op));
 }
 
-size_t row_bytes(const RmsNorm& op) { return size_t(op.groups) * size_t(op.width) * 2 * (op.residual.data ? 2 : 1); }
+size_t row_bytes(const RmsNorm& op) { return size_t(op.groups) * size_t(op.width) * 2; }
 void compute(const RmsNorm& op, const Kernels& k, int first, int last, std::byte* scratch) {
-    const int width = op.groups * op.width;
     uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
-    uint16_t* sums = out + size_t(last - first) * size_t(width);
-    for (int row = first; row < last; ++row, out += width) {
-        const uint16_t* x = row_of(op.x, row);
-        if (op.residual.data) {
-            k.add_row(x, row_of(op.residual, row), width, sums);
-            x = sums, sums += width;
-        }
-        const int apart = std::max(op.width, op.apart);
-        for (int g = 0; g < op.groups; ++g)
-            k.rms_norm_row(x + g * apart, op.weight, op.width, op.eps, op.offset, out + g * op.width);
-    }
+    const int apart = std::max(op.width, op.apart);
+    for (int row = first; row < last; ++row)
+        for (int g = 0; g < op.groups; ++g, out += op.width)
+            k.rms_norm_row(row_of(op.x, row) + g * apart, op.weight, op.width, op.eps, op.offset, out);
 }
 void place(const RmsNorm& op, int first, int last, const std::byte* scratch) {
-    const int width = op.groups * op.width;
-    const uint16_t* out = reinterpret_cast<const uint16_t*>(scratch);
-    copy_rows(out, width, op.out, first, last);
-    if (op.residual.data) copy_rows(out + size_t(last - first) * size_t(width), width, op.x, first, last);
+    copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.groups * op.width, op.out, first, last);
 }
 
 size_t row_bytes(const Add& op) { return size_t(op.width) * 2; }
@@ -272,11 +261,9 @@ void check(const RmsNorm& op) {
     const int64_t width = int64_t(op.width) * op.groups;
     require(width <= kMostWidth, "The rows of a norm are too long.");
     require(op.weight, "The weight of a norm is a null pointer.");
-    require(op.apart == 0 || (op.apart >= op.width && !op.residual.data),
-            "Groups of a norm's input overlap, or lie apart where a residual is added.");
+    require(op.apart == 0 || op.apart >= op.width, "Groups of a norm's input overlap.");
     const int64_t reach = width + int64_t(op.groups - 1) * (op.apart ? op.apart - op.width : 0);
     check_rows(op.x.data, op.x.stride, reach, "The input of a norm");
-    if (op.residual.data) check_rows(op.residual.data, op.residual.stride, width, "The residual");
     check_rows(op.out.data, op.out.stride, width, "The output of a norm");
 }
 
@@ -337,6 +324,7 @@ void check(const Route& op) {
     const RouterRule& rule = op.rule;
     check_size(rule.experts, kMostExperts, "The number of experts");
     check_size(rule.top_k, rule.experts, "The experts of a token");
+    require(rule.score == PROA_SCORE_SOFTMAX || rule.score == PROA_SCORE_SIGMOID, "There is no such score of experts.");
     check_size(rule.groups, std::min(rule.experts, kMostExpertGroups), "The groups of experts");
     check_size(rule.kept, rule.groups, "The groups that are kept");
     const int size = rule.experts / rule.groups;

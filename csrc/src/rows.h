@@ -36,17 +36,15 @@ struct Embed {
     RowsNow now{};
 };
 
-// For every group of every row: out = x / rms(x) * (offset + weight [width]). With a residual, x += residual first, in
-// place. out may be x.
+// For every group of every row: out = x / rms(x) * (offset + weight [width]). out may be x.
 struct RmsNorm {
-    Rows x;              // read-only unless there is a residual
-    ConstRows residual;  // null data: none
+    ConstRows x;
     const uint16_t* weight;
     int groups, width;  // groups of an output row are contiguous
     float eps;
     Rows out;
     float offset = 0;
-    int apart = 0;  // elements between groups of x's row if more than the width; not with a residual
+    int apart = 0;  // elements between groups of x's row if more than the width
     RowsNow now{};
 };
 

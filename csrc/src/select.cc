@@ -1,5 +1,7 @@
 #include "select.h"
 
+#include <vector>
+
 #include "error.h"
 
 #if defined(__x86_64__)
@@ -86,11 +88,9 @@ bool tiles_permitted() {
 
 #endif
 
-}  // namespace
-
-Selected select_kernels(const std::string& wanted) {
-    const Candidate candidates[] = {
-    // the best first
+// The best first.
+std::vector<Candidate> candidates() {
+    return {
 #ifdef PROA_HAS_amx
         {kAmxKernels, missing_for_amx()},
 #endif
@@ -106,10 +106,21 @@ Selected select_kernels(const std::string& wanted) {
         {kScalarKernels, nullptr},
         {kScalarTilesKernels, nullptr, true},
     };
-    std::string reason, names;
-    for (const Candidate& candidate : candidates) {
+}
+
+[[noreturn]] void fail_unknown(const std::string& wanted) {
+    std::string names;
+    for (const Candidate& candidate : candidates())
+        names += (names.empty() ? "" : ", ") + std::string(candidate.kernels->name);
+    throw Error(PROA_ERROR_ARGUMENT, "There are no kernels named " + wanted + "; there are " + names + ".");
+}
+
+}  // namespace
+
+Selected select_kernels(const std::string& wanted) {
+    std::string reason;
+    for (const Candidate& candidate : candidates()) {
         const std::string name = candidate.kernels->name;
-        names += (names.empty() ? "" : ", ") + name;
         if (wanted.empty() ? candidate.for_tests : wanted != name) continue;
         if (!candidate.missing) return {candidate.kernels, wanted.empty() ? reason : "asked for"};
         if (!wanted.empty())
@@ -117,7 +128,13 @@ Selected select_kernels(const std::string& wanted) {
                         "This CPU cannot run the " + name + " kernels: it lacks " + candidate.missing + ".");
         if (reason.empty()) reason = "no " + name + ": " + candidate.missing + " is missing";
     }
-    throw Error(PROA_ERROR_ARGUMENT, "There are no kernels named " + wanted + "; there are " + names + ".");
+    fail_unknown(wanted);
+}
+
+const Kernels* kernels_named(const std::string& name) {
+    for (const Candidate& candidate : candidates())
+        if (name == candidate.kernels->name) return candidate.kernels;
+    fail_unknown(name);
 }
 
 }  // namespace proa

@@ -16,4 +16,7 @@ struct Selected {
 // that name, or the CPU cannot run them.
 Selected select_kernels(const std::string& wanted);
 
+// The kernels of that name, only to ask what they have: this CPU may lack the instruction set. Throws Error (argument).
+const Kernels* kernels_named(const std::string& name);
+
 }  // namespace proa

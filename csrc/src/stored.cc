@@ -191,54 +191,61 @@ void each_block(void (*decode)(const uint8_t*, float*), StoredFacts of, const ui
 
 }  // namespace
 
-StoredFacts facts_of(Stored type) {
-    switch (type) {
-        case Stored::kF32: return {1, 4};
-        case Stored::kF16: return {1, 2};
-        case Stored::kQ4_0: return {32, 18};
-        case Stored::kQ4_1: return {32, 20};
-        case Stored::kQ5_0: return {32, 22};
-        case Stored::kQ5_1: return {32, 24};
-        case Stored::kQ8_0: return {32, 34};
-        case Stored::kQ2K: return {256, 84};
-        case Stored::kQ3K: return {256, 110};
-        case Stored::kQ4K: return {256, 144};
-        case Stored::kQ5K: return {256, 176};
-        case Stored::kQ6K: return {256, 210};
-        case Stored::kIq4Nl: return {32, 18};
-        case Stored::kIq4Xs: return {256, 136};
-        case Stored::kMxfp4: return {32, 17};
-        case Stored::kF64: return {1, 8};
-        case Stored::kBf16: return {1, 2};
-        case Stored::kE4m3:
-        case Stored::kE8m0:
-        case Stored::kInt8:
-        case Stored::kUint8: return {1, 1};
-        case Stored::kInt4:
-        case Stored::kUint4:
-        case Stored::kE2m1:
-        case Stored::kSigned4: return {2, 1};
-    }
+namespace {
+
+constexpr int32_t kNoFormat = PROA_NO_FORMAT;
+
+// In the order in which messages list them.
+constexpr proa_stored_info kTypes[] = {
+    // name, type, values and bytes of a block, the packed format that holds the blocks without rounding, its group
+    {"F32", int32_t(Stored::kF32), 1, 4, kNoFormat, 0},
+    {"F16", int32_t(Stored::kF16), 1, 2, kNoFormat, 0},
+    {"BF16", int32_t(Stored::kBf16), 1, 2, kNoFormat, 0},
+    {"F64", int32_t(Stored::kF64), 1, 8, kNoFormat, 0},
+    {"Q4_0", int32_t(Stored::kQ4_0), 32, 18, int32_t(Format::kInt4F16), 32},
+    {"Q4_1", int32_t(Stored::kQ4_1), 32, 20, int32_t(Format::kUint4F16), 32},
+    {"Q5_0", int32_t(Stored::kQ5_0), 32, 22, int32_t(Format::kInt8F16), 32},
+    {"Q5_1", int32_t(Stored::kQ5_1), 32, 24, kNoFormat, 0},
+    {"Q8_0", int32_t(Stored::kQ8_0), 32, 34, int32_t(Format::kInt8F16), 32},
+    {"Q2_K", int32_t(Stored::kQ2K), 256, 84, int32_t(Format::kUint4F32), 16},
+    {"Q3_K", int32_t(Stored::kQ3K), 256, 110, int32_t(Format::kInt4F32), 16},
+    {"Q4_K", int32_t(Stored::kQ4K), 256, 144, int32_t(Format::kQ4K), 32},
+    {"Q5_K", int32_t(Stored::kQ5K), 256, 176, int32_t(Format::kQ5K), 32},
+    {"Q6_K", int32_t(Stored::kQ6K), 256, 210, int32_t(Format::kQ6K), 16},
+    {"IQ4_NL", int32_t(Stored::kIq4Nl), 32, 18, int32_t(Format::kInt8F16), 32},
+    {"IQ4_XS", int32_t(Stored::kIq4Xs), 256, 136, int32_t(Format::kInt8F32), 32},
+    {"MXFP4", int32_t(Stored::kMxfp4), 32, 17, int32_t(Format::kMxfp4), 32},
+    // Codes, whose scales are separate tensors: coded.h.
+    {"E4M3", int32_t(Stored::kE4m3), 1, 1, kNoFormat, 0},
+    {"E8M0", int32_t(Stored::kE8m0), 1, 1, kNoFormat, 0},
+    {"INT8", int32_t(Stored::kInt8), 1, 1, kNoFormat, 0},
+    {"UINT8", int32_t(Stored::kUint8), 1, 1, kNoFormat, 0},
+    {"INT4", int32_t(Stored::kInt4), 2, 1, kNoFormat, 0},
+    {"UINT4", int32_t(Stored::kUint4), 2, 1, kNoFormat, 0},
+    {"E2M1", int32_t(Stored::kE2m1), 2, 1, kNoFormat, 0},
+    {"SIGNED4", int32_t(Stored::kSigned4), 2, 1, kNoFormat, 0},
+};
+
+const proa_stored_info& info_of(Stored type) {
+    for (const proa_stored_info& row : kTypes)
+        if (row.type == int32_t(type)) return row;
     throw Error(PROA_ERROR_ARGUMENT, "No stored type has the number " + std::to_string(int(type)) + ".");
 }
 
+}  // namespace
+
+std::span<const proa_stored_info> stored_types() { return kTypes; }
+
+StoredFacts facts_of(Stored type) {
+    const proa_stored_info& row = info_of(type);
+    return {row.block_values, row.block_bytes};
+}
+
 KeptFormat kept_format(Stored type) {
-    switch (type) {
-        case Stored::kQ4_0: return {Format::kInt4F16, 32};
-        case Stored::kQ4_1: return {Format::kUint4F16, 32};
-        case Stored::kQ5_0:
-        case Stored::kIq4Nl:
-        case Stored::kQ8_0: return {Format::kInt8F16, 32};
-        case Stored::kIq4Xs: return {Format::kInt8F32, 32};
-        case Stored::kMxfp4: return {Format::kMxfp4, 32};
-        case Stored::kQ2K: return {Format::kUint4F32, 16};
-        case Stored::kQ3K: return {Format::kInt4F32, 16};
-        case Stored::kQ4K: return {Format::kQ4K, 32};
-        case Stored::kQ5K: return {Format::kQ5K, 32};
-        case Stored::kQ6K: return {Format::kQ6K, 16};
-        default: break;
-    }
-    throw Error(PROA_ERROR_ARGUMENT, "No packed format holds the stored type " + std::to_string(int(type)) + ".");
+    const proa_stored_info& row = info_of(type);
+    if (row.format == kNoFormat)
+        throw Error(PROA_ERROR_ARGUMENT, std::string("No packed format holds the stored type ") + row.name + ".");
+    return {Format(row.format), row.group};
 }
 
 void to_float(Stored type, const uint8_t* from, size_t values, float* to) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "layout.h"
 
@@ -37,6 +38,9 @@ enum class Stored : int32_t {
     kE2m1 = 1006,
     kSigned4 = 1007,  // two's complement, otherwise as kInt4
 };
+
+// All types, as the C ABI describes them; the table is in stored.cc.
+std::span<const proa_stored_info> stored_types();
 
 struct StoredFacts {
     int block_values, block_bytes;

@@ -60,7 +60,7 @@ void fill_scales(proa::Format format, std::vector<uint8_t>& scales) {
 }
 
 uint8_t random_code(proa::Format format, Random& random) {
-    const int bits = proa::kFacts[int(format)].code_bits;
+    const int bits = proa::facts_of(format).code_bits;
     uint8_t code = uint8_t(random.below(1 << (bits > 8 ? 8 : bits)));
     const bool e4m3 =
         format == proa::Format::kFp8Row || format == proa::Format::kFp8Panel || format == proa::Format::kMxfp8;
@@ -69,7 +69,7 @@ uint8_t random_code(proa::Format format, Random& random) {
 }
 
 void pack_random(const proa::Layout& l, int rows, int step, uint8_t* out, Random& random) {
-    const bool wide = proa::kFacts[int(l.format)].code_bits == 16;
+    const bool wide = proa::facts_of(l.format).code_bits == 16;
     const size_t columns = size_t(l.columns), groups = size_t(l.groups) * 4;
     std::vector<uint8_t> codes(size_t(rows) * columns * (wide ? 2 : 1)), scales(size_t(rows) * groups), blocks;
     for (size_t i = 0; i < codes.size(); ++i)

@@ -24,6 +24,9 @@ END_A_WORKER = signal.SIGRTMIN + 5
 SITE = f"""
 import signal
 import threading
+from ctypes import c_void_p
+
+from proa.native.library import library
 from proa.native.pool import Pool
 
 made, init = [], Pool.__init__
@@ -32,7 +35,8 @@ def remember(self, *args, **kwargs):
     init(self, *args, **kwargs)
     made.append(self)
     if threading.current_thread() is threading.main_thread():  # the pool that measures RAM is made in another
-        signal.signal({END_A_WORKER}, lambda *_: self.kill_worker_for_test())
+        hooks = library().bind({{"proa_hook_kill_worker": (c_void_p,)}})
+        signal.signal({END_A_WORKER}, lambda *_: hooks.proa_hook_kill_worker(self.handle))
 
 Pool.__init__ = remember
 """

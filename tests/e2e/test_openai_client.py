@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pydantic
 import pytest
 
 import programs
@@ -300,6 +301,35 @@ def test_malformed_bodies(server: Server, number: int) -> None:
     )
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    """OpenAI's helper for pydantic models, plain and streamed, greedy and random; other servers' fields."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": chat("Describe a person."), "max_tokens": 120}
+    for wishes in ({"temperature": 0}, {"temperature": 1.2, "seed": 1}):
+        answer = client.chat.completions.parse(**asked, **wishes, response_format=Person)
+        assert isinstance(answer.choices[0].message.parsed, Person)
+        assert answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**asked, response_format=Person) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+    extra: dict[str, Any]
+    for extra, pattern in (
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"structured_outputs": {"regex": r"\d{4}-\d\d"}}, r"[0-9]{4}-[0-9]{2}"),
+        ({"grammar": 'root ::= "is " [a-z] [a-z]? "."'}, r"is [a-z]{1,2}\."),
+    ):
+        text = client.completions.create(model=MODEL, prompt="The colour", n=2, temperature=1, extra_body=extra)
+        assert all(re.fullmatch(pattern, choice.text) for choice in text.choices)
+    cut = client.chat.completions.create(**{**asked, "max_tokens": 4}, response_format={"type": "json_object"})
+    assert cut.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match=r"schema\.properties\.a\.uniqueItems"):
+        client.chat.completions.create(**asked, response_format={"type": "json_schema", "json_schema": {
+            "name": "n", "schema": {"properties": {"a": {"type": "array", "uniqueItems": True}}}}})  # fmt: skip
 
 
 def test_anthropic_client(server: Server) -> None:

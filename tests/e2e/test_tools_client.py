@@ -166,6 +166,39 @@ def test_logprobs_cover_all_tokens(client: openai.OpenAI) -> None:
     assert "".join(e.token for e in entries) == SCRIPTS["weather?"][0]
 
 
-def test_forced_calls_are_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot force a tool call"):
-        ask(client, "both?", tools=TOOLS, tool_choice="required")
+def test_forced_calls(client: openai.OpenAI) -> None:
+    """The model would say "Hello!"; the grammar leaves it no other text than a call."""
+    for choice, names in (
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "get_time"}}],
+                },
+            },
+            {"get_time"},
+        ),
+    ):
+        whole = ask(client, "hi", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
+        answer = whole.choices[0]
+        assert answer.finish_reason in ("tool_calls", "length")
+        if answer.finish_reason == "tool_calls":
+            (call,) = answer.message.tool_calls
+            assert call.function.name in names
+            required = {"get_weather": "city", "get_time": "zone"}[call.function.name]
+            assert isinstance(json.loads(call.function.arguments)[required], str)
+        else:
+            assert answer.message.content.startswith('<tool_call>\n{"name": "get_')
+
+
+def test_wrong_tool_choices_are_refused(client: openai.OpenAI) -> None:
+    for more, match in (
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly', which is not among the tools"),
+        ({"tool_choice": "sometimes"}, "'sometimes'; use none"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=match):
+            ask(client, "both?", tools=TOOLS, **more)

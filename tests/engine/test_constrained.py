@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from proa.engine.lane import Lane
 
 from engine.random_requests import WISHES, outcome
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
@@ -22,7 +23,6 @@ from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
-from proa.engine.lane import Lane
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
@@ -149,8 +149,12 @@ def test_on_the_executor_of_a_gpu(tmp_path: Path) -> None:
     """Masks reach the sampling kernels, also those of a step that was launched ahead."""
     pytest.importorskip("triton")
     engine = engine_of(load(torch.bfloat16, tmp_path), "graphs")
-    asked = [constrained("choice1", [5, 6], CHOICE), constrained("json", [7, 9], JSON, temperature=1.0, seed=1, top_k=4),
-             constrained("choice2", [8], CHOICE, temperature=0.7, logprobs=1), request("free0", [5, 6], 15)]  # fmt: skip
+    asked = [
+        constrained("choice1", [5, 6], CHOICE),
+        constrained("json", [7, 9], JSON, temperature=1.0, seed=1, top_k=4),
+        constrained("choice2", [8], CHOICE, temperature=0.7, logprobs=1),
+        request("free0", [5, 6], 15),
+    ]
     for name, found in answers(engine, asked).items():
         check(name, found)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from grammars import matcher
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
 from proa.ops.cuda_device import device_ops
@@ -22,7 +23,7 @@ from proa.sampling.choose import SampledToken, choose
 from proa.sampling.edits import LogitEdits
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
-from proa.types import Sampling
+from proa.types import Constraint, Sampling
 
 VOCAB = 60
 OPS = device_ops(torch.device("meta"))
@@ -81,6 +82,27 @@ def test_answers_of_eight_steps(rng: torch.Generator, device: torch.device) -> N
         assert_same(on_device(sampler, logits, rows, device), want)
         for name, choice in zip(names, want, strict=True):
             texts[name].append(choice.token)
+
+
+def test_constrained_rows(rng: torch.Generator, device: torch.device) -> None:
+    """Masks hold beside free rows, also in the last word, and do not touch log-probabilities."""
+    vocab, free, last = 288, range(5, 10), 0xC4
+    pattern = Constraint.regex("[\x05-\x09\u0100]{5}")  # the tokens `free`, and the first byte of U+0100: `last`
+    wishes = [*ANSWERS.values(), {"temperature": 0.0, "logprobs": 3}]
+    sampler = DeviceSampler(2 * len(wishes), vocab, device, DeviceLogprobs(2 * len(wishes), vocab, device))
+    for step in range(2):
+        rows = [
+            row(f"r{i}", [1, 3, 3, 40, *[7] * step], 4, seed=i, **wish) for i, wish in enumerate([*wishes, *wishes])
+        ]
+        for constrained in rows[::2]:
+            constrained.matcher = matcher(pattern, num_tokens=vocab)
+        logits = torch.randn(len(rows), vocab, generator=rng) * 2
+        logits[::4, last] += 5.0
+        want = choose(argmax(logits).tolist(), rows, logits)
+        assert_same(on_device(sampler, logits, rows, device), want)
+        assert {choice.token for choice in want[::2]} <= {*free, last}
+        assert last in {choice.token for choice in want[::2]}
+        assert not {choice.token for choice in want[1::2]} <= {*free, last}
 
 
 def test_non_finite_rows(rng: torch.Generator, device: torch.device) -> None:

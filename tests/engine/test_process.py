@@ -16,12 +16,13 @@ import pytest
 
 from engines import request, tokens_of
 from fakes import make_plan
+from grammars import EOS, text_of, vocabulary
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.engine.processes.client import EngineClient
 from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, WeightsError
 from proa.plan.expert_counts import read_counts
 from proa.plan.plan import Plan
-from proa.types import EngineRequest, TokenEvent
+from proa.types import Constraint, EngineRequest, TokenEvent
 from quick_plan import prepare
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
@@ -30,6 +31,31 @@ from tiny_gguf import make_tiny_gguf
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_grammar_that_compiles_holds_up_no_other_request(folder: Path) -> None:
+    async def go() -> None:
+        async with running(plan_for(folder)) as client:
+            await client.wait_ready()
+            client.learn(vocabulary(256))
+            # Compiling 2000 properties takes a second or more.
+            wide = Constraint.json({"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}})
+            slow = asyncio.create_task(collect(client, request("slow", [5], 4, constraint=wide, eos_token_ids=(EOS,))))
+            gone = asyncio.create_task(collect(client, request("gone", [5], 4, constraint=wide, eos_token_ids=(EOS,))))
+            await asyncio.sleep(0.01)
+            gone.cancel()
+            assert len(tokens_of(await collect(client, request("quick", [5, 6], 3)))) == 3
+            assert not slow.done()
+            assert tokens_of(await slow)[0] in (ord("{"), 0xC0)
+            bad = Constraint.regex("(", param="regex")
+            with pytest.raises(RequestError, match="unclosed") as refused:
+                await collect(client, request("bad", [5], 4, constraint=bad, eos_token_ids=(EOS,)))
+            assert refused.value.param == "regex"
+            choice = Constraint.choice(["yes"])
+            once = await collect(client, request("choice", [5], 9, constraint=choice, eos_token_ids=(EOS,)))
+            assert (text_of(tokens_of(once)), once[-1].finish) == ("yes", "stop")
+
+    asyncio.run(go())
 
 
 def plan_for(folder: Path) -> Plan:

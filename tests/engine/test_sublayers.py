@@ -20,11 +20,17 @@ from proa.engine.executors.executor import Executor
 from proa.engine.executors.recorded import RecordedExecutor
 from proa.errors import UsageError
 from proa.layers.decoder import Decoder
+from proa.layers.rope import cos_sin
+from proa.layers.step import Step
+from proa.models.ranks import Mesh, divide
 from proa.models.spec import Attention, Block, GatedDeltaNet, Gating, Mlp, Model, Moe, Rope, Router
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
 from proa.ops.reference import reference, rms_norm
+from proa.ops.table import batch_of
+from rank_runs import Work
+from rank_runs import logits as rank_logits
 from unit.vram_cases import gpu, machine, plan, row
 
 HIDDEN, VOCAB = 64, 96
@@ -187,6 +193,29 @@ def test_native_is_no_further_from_float32_than_torch_in_bfloat16(spec: Model, p
     assert off_native <= 1.05 * off_torch + 1e-4 * scale
 
 
+def test_rows_of_embeddings(spec: Model) -> None:
+    """A step of rows of embeddings is that of their tokens."""
+    made = torch_model(spec, torch.float32)
+    decoder = made.decoder
+    assert decoder is not None
+    rows = weights(spec)["embed.weight"][PROMPT] * spec.embedding_factor
+    found = []
+    for inputs in (torch.tensor(PROMPT), rows):
+        batch = batch_of([len(PROMPT)], [len(PROMPT)], [PLACES], 4, [2])
+        positions = torch.arange(len(PROMPT))
+        angles = {rope: cos_sin(rope, positions, positions + 1) for rope in spec.ropes}
+        caches = allocate_pool(spec, PAGES, 4, torch.float32, sequences=4)
+        found.append(decoder(inputs, Step(batch, angles, caches)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(((1, 1),)), Mesh(((2, 1), (1,)))], ids=["two ranks", "two stages"])
+def test_ranks(mesh: Mesh, spec: Model) -> None:
+    work = Work((tuple(PROMPT[:12]),), (9,))
+    one, many = (rank_logits(divide(spec, of), weights(spec), work) for of in (Mesh(), mesh))
+    torch.testing.assert_close(torch.cat(many), torch.cat(one), atol=1e-3, rtol=1e-4)
+
+
 def test_step_in_parts(spec: Model, pool: Pool) -> None:
     """Block by block as at once, with a step in between."""
     for model in (torch_model(spec, torch.float32), native_model(spec, pool)):
@@ -220,3 +249,5 @@ def test_gpus_refuse(blocks: tuple[Block, ...], factors: dict[str, float], why: 
     got = plan(spec, machine(64, gpu(80)))
     assert got.gpu is None
     assert why in row(got, "GPU")[2]
+    if "experts" not in why:  # on a simulated GPU, all but routed experts is plain torch
+        assert plan(spec, machine(64), gpu="sim:1GiB").gpu is not None

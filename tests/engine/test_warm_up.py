@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from proa.engine.building.gpu_plan import cuda_index
-from proa.engine.building.warm_up import MOST_S, warm_up
+from proa.engine.building.start_time import WARM_UP_S, within
+from proa.engine.building.warm_up import warm_up
 from proa.engine.ipc import Loading
 from proa.errors import ResourceError
 from proa.plan.plan import GpuPlan, VramBudget
@@ -43,7 +44,7 @@ def test_the_gpu_with_the_same_uuid(index: int, uuid: str, uuids: list[str], wan
 
 @pytest.mark.parametrize(
     ("each_s", "done", "got", "why"),
-    [(1.0, 4, "tried", "4 batch sizes in 4"), (MOST_S / 2.5, 3, "in part", "3 of 4 batch sizes")],
+    [(1.0, 4, "tried", "4 batch sizes in 4"), (WARM_UP_S / 2.5, 3, "in part", "3 of 4 batch sizes")],
 )
 def test_tasks_run_until_the_time_limit(each_s: float, done: int, got: str, why: str) -> None:
     now, ran = [100.0], []
@@ -56,7 +57,8 @@ def test_tasks_run_until_the_time_limit(each_s: float, done: int, got: str, why:
         return run
 
     reports: list[Loading] = []
-    row = warm_up([task(i) for i in range(4)], reports.append, lambda: now[0])
+    go_on = within(WARM_UP_S, lambda: now[0])
+    row = warm_up([task(i) for i in range(4)], reports.append, go_on, lambda: now[0])
     assert ran == list(range(done))
     assert (row.got, row.why[: len(why)]) == (got, why)
     assert [report.done_bytes for report in reports] == [0, 1, 2, 3, 4][: done + 1]

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ops_run import NativeRun
 from proa.models.ranks import Mesh, divide
 from proa.models.spec import ExpertGroups, Held, Router
 from proa.ops.reference import route
 from proa.ops.table import RouterRule
+from proa.ops.triton.route import check_rule
 from rank_runs import Work, all_experts, logits, meshes, random_values
 from tiny import TINY, tiny_spec
 
@@ -53,3 +55,12 @@ def test_ranks_choose_the_same_experts(scores: list[int], cuts: list[int], group
         assert ((here < 0) | (found < 0)).all(), "two ranks hold the same expert"
         found = torch.where(here >= 0, here + first, found)
     assert torch.equal(found, ids)
+
+
+def test_kernels_that_route_over_all_experts_refuse_a_rank() -> None:
+    """They would count ids from the whole layer's first expert."""
+    rule = RouterRule(2, Router("softmax", True, held=Held(4, 4, 8)))
+    with pytest.raises(ValueError, match="one of several ranks"):
+        NativeRun("").route(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), rule)
+    with pytest.raises(ValueError, match="one of several ranks"):
+        check_rule(8, rule)

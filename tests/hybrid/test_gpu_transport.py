@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bell_cases import Job, Layer, random_job
+from native_hooks import kill_worker
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.native.doorbell import JobSize, Service, Way
@@ -143,7 +144,7 @@ def ends_soon(work: Callable[[], object]) -> None:
 def test_a_dead_worker_ends_the_step(transport: GpuTransport, pool: Pool, rng: torch.Generator) -> None:
     step = capture(transport, 4, rng)
     transport.arm()
-    pool.kill_worker_for_test()
+    kill_worker(pool)
     jobs = [random_job(rng, 4, SIZE, resident=0) for _ in range(LAYERS)]
     time.sleep(0.01)  # the worker has looked
     ends_soon(lambda: step.run(jobs))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bell_cases import Layer, random_job
+from native_hooks import kill_worker
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.transport import HostTransport
 from proa.native.doorbell import JobSize, Service, Way
@@ -69,7 +70,7 @@ def test_a_dead_worker_is_an_error_of_the_step(way: Way, rng: torch.Generator) -
     with Pool([[0]], pin=False) as pool:
         transport = HostTransport(pool, [layer.experts], SIZE, way=way)
         transport.arm()
-        pool.kill_worker_for_test()
+        kill_worker(pool)
         begin = time.perf_counter()
         out = torch.empty(4, SIZE.hidden)
         with pytest.raises(NativeError, match="worker thread"):  # noqa: PT012

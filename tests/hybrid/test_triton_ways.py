@@ -15,6 +15,7 @@ import triton.language as tl
 
 from bell_cases import Layer, random_job
 from conftest import HAVE_GPU
+from native_hooks import kill_worker
 from proa.errors import NativeError
 from proa.hybrid import gpu_ways
 from proa.hybrid.cuda_driver import Driver
@@ -133,7 +134,7 @@ def test_a_dead_worker_ends_every_wait(
     driver.waits_s = 2.0
     rig = Rig(pool, [Layer(SIZE.hidden, 0)], way, device)
     rig.doorbell.arm()
-    pool.kill_worker_for_test()
+    kill_worker(pool)
     time.sleep(0.01)
     out = torch.empty(4, SIZE.hidden)
     for _ in range(5):  # the rest of the step

@@ -11,9 +11,8 @@ import pytest
 from gguf_blocks import random_blocks
 from isas import ISAS
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, e2m1_values, pack_blocks, random_weights
-from proa.native.formats import KEPT, Format, Stored, kept_form, layout
+from proa.native.formats import Format, Stored, facts, format_kernels, gguf_kept, kept_form, layout
 from proa.native.pool import Pool
-from proa.native.queue import Queue
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
 
 HALF_ULP_BF16 = 2.0**-8  # relative: eight significant bits, rounded to nearest
@@ -46,7 +45,7 @@ def sum_bound(w: Weights, x: np.ndarray) -> np.ndarray:
     """Bound of |computed - exact| of x W^T: float32 sums, weights rounded to bfloat16 in long batches, and activations
     in fixed point in short ones (csrc/src/kernels/digits.h)."""
     terms = w.values.shape[1] + 4 * w.layout.padded_columns // (w.group or w.values.shape[1]) + 8
-    sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T) + (fixed_point(w, x) if w.format >= Format.INT8_F32 else 0.0)
+    sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T) + (fixed_point(w, x) if facts(w.format).integers else 0.0)
     rounded = 0.0 if w.format is Format.BF16 else HALF_ULP_BF16 * (np.abs(x) @ np.abs(w.values).T)
     return sums + (rounded if len(x) >= 16 else 0.0) + 1e-30
 
@@ -134,19 +133,15 @@ def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, gr
             break  # tiles add up in another order
 
 
-TILES_FROM = {Format.FP8_ROW: 3, Format.FP8_PANEL: 3, Format.MXFP8: 3}
-
-
 def other_way_from(isa: str, form: Format) -> int:
     """The number of tokens from which on an instruction set uses another algorithm."""
-    if isa in ("amx", "scalar-tiles"):
-        return TILES_FROM.get(form, 5)
-    if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
-        return 4
-    return 7 if isa == "avx512-bf16" and form in (Format.Q5_K, Format.Q6_K) else 32
+    kernels = format_kernels(isa, form)
+    if kernels.tile_rows:
+        return kernels.tile_rows
+    return kernels.digit_rows + 1 if kernels.digit_rows else kernels.wide_rows
 
 
-INTEGERS = [case for case in CASES if case[0] >= Format.INT8_F32]
+INTEGERS = [case for case in CASES if facts(case[0]).integers]
 
 
 @pytest.mark.parametrize(("form", "group"), INTEGERS, ids=lambda v: getattr(v, "name", v))
@@ -217,7 +212,7 @@ def test_bias_and_bfloat16_output(pool):
     np.testing.assert_array_equal(y, bf16_bits(wide))
 
 
-@pytest.mark.parametrize("name", [*KEPT, "MXFP4"])
+@pytest.mark.parametrize("name", [*gguf_kept()])
 def test_gguf_blocks_keep_their_values(pool, name):
     type_, form = Stored[name], kept_form([name], 768)
     blocks = random_blocks(name, 35, 768, np.random.default_rng(type_))
@@ -241,8 +236,6 @@ def activate(kind: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     match kind:
         case Activation.SILU:
             return gate * sigmoid(gate) * up
-        case Activation.GELU_TANH:
-            return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
         case Activation.CLAMPED_SWIGLU:
             g, u = np.minimum(gate, 7), np.clip(up, -7, 7)
             return (u + 1) * g * sigmoid(1.702 * g)
@@ -442,38 +435,3 @@ def test_codes_and_scales_that_the_format_does_not_have():
     del w.arrays["scales"]
     with pytest.raises(ValueError, match="needs scales"):
         Packed([w])
-
-
-# ---- the queue
-
-
-def test_a_queue_runs_jobs_in_order_and_returns_errors():
-    layers = [Layer(Format.INT4_F16, 32, 6, hidden=160, width=48) for _ in range(3)]
-    bits, _ = activations(5, 160, seed=1)
-    ids, weights = routing(5, 6, 3, seed=2)
-    with Pool([[0]], pin=False) as pool:
-        want = [layer.run(pool, bits, ids, weights) for layer in layers]
-        queue = Queue(pool, [layer.experts for layer in layers], slots=4, spin_us=0)
-        x = Rows(bits.ctypes.data, 160)
-        job = {"ids": ids.ctypes.data, "weights": weights.ctypes.data, "top_k": 3}
-        for _ in range(10):
-            ys = [np.zeros((5, 160), np.float32) for _ in layers]
-            numbers = [queue.submit(i, x, Rows(y.ctypes.data, 160, True), 5, **job) for i, y in enumerate(ys)]
-            queue.wait(numbers[-1])
-            assert all(queue.done(number) for number in numbers)
-            for y, exact in zip(ys, want, strict=True):
-                np.testing.assert_array_equal(y, exact)
-        with pytest.raises(ValueError, match="no such layer"):
-            queue.submit(3, x, Rows(ys[0].ctypes.data, 160, True), 5, **job)
-        ids[0, 0] = 99
-        number = queue.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job)
-        with pytest.raises(ValueError, match="Expert id 99"):
-            queue.wait(number)
-        submitted = [queue.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job) for _ in range(5)]
-        assert submitted[-1] == 0, "all slots are taken"
-        for spin_us in [0, 1000] * 20:  # ends whether its thread sleeps, spins or works
-            short = Queue(pool, [layer.experts for layer in layers], slots=4, spin_us=spin_us)
-            if spin_us:
-                ids[0, 0] = 1
-                short.wait(short.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job))
-            del short

@@ -13,7 +13,7 @@ from torch import Tensor
 from gguf_blocks import random_blocks
 from ops.triton_bounds import EPS32, assert_within, rand, stored
 from proa.native.fill import StoredRows, fill
-from proa.native.formats import BF16_FORM, KEPT, Form, Format, Stored, kept_form, layout
+from proa.native.formats import BF16_FORM, Form, Format, Stored, gguf_kept, kept_form, layout
 from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
@@ -91,6 +91,7 @@ class Loaded:
         self.offset = torch.cat(offsets).bfloat16().double()
 
 
+KEPT = gguf_kept()
 QKV = {"q": 48, "k": 16, "v": 16}
 CASES = {
     "one type": (QKV, ("Q4_0",) * 3, [KEPT["Q4_0"]]),

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -105,39 +100,3 @@ def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device
     sums.x = sums.x[:, :-1]
     with pytest.raises(ValueError, match="and x"):
         sums.combine(FaultRecords(TOKENS, TOP_K, device).of(0))
-
-
-COMPILE = """
-import sys
-sys.path[:0] = sys.argv[1:]
-import triton
-from check_kernels import attributes
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from proa.ops.triton import expert_sum
-v = [v for v in expert_sum.variants() if v.kernel.arg_names[0] == "partial" and "records" in v.types][0]
-types = {n: "constexpr" if n in v.constants else v.types[n] for n in v.kernel.arg_names}
-source = ASTSource(v.kernel, types, dict(v.constants), attributes(v))
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": v.warps}).asm["ttir"])
-"""
-
-
-def test_only_real_non_finite_rows_are_claimed() -> None:
-    """Checks the compiled code: `and`, of which the interpreter evaluates one side only, once let padding rows be
-    claimed."""
-    root = Path(__file__).parents[2]
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(root / "src"), str(root / "tools")],
-        env=environ, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    (claim,) = [i for i, line in enumerate(lines) if "atomic_cas" in line]
-    inner = len(lines[claim]) - len(lines[claim].lstrip())
-    conditions = 0
-    for line in reversed(lines[:claim]):  # outwards, block by block
-        indent = len(line) - len(line.lstrip())
-        if line.strip() and indent < inner and not line.lstrip().startswith(("}", "^")):
-            inner = indent
-            conditions += "scf.if" in line
-    assert conditions == 2

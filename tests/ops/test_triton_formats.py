@@ -14,10 +14,9 @@ from torch import Tensor
 from conftest import HAVE_GPU
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
-from proa.native.formats import Form, Format
+from proa.native.formats import Form, Format, facts
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import experts_few, experts_grouped
-from proa.ops.triton.formats import VALUES
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns
 
 FORMS = [Form(*case) for case in CASES]
@@ -111,7 +110,7 @@ E4M3 = [form for form in FORMS if form.format in (Format.FP8_ROW, Format.FP8_PAN
 @pytest.mark.parametrize("form", SCALED, ids=names)
 def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -> None:
     """Every code at every place of a word, without other terms that could hide an error."""
-    places = VALUES[form.format]
+    places = facts(form.format).unit_values
     rows = 256 if places == 4 else 64  # as many as there are codes, or more
     weights = random_weights(form.format, form.group, rows, 256, seed=1, every_code=True)
     x, ids = torch.eye(256)[:places].bfloat16(), torch.zeros(places, dtype=torch.int64)

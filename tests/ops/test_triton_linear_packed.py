@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
-from proa.native.formats import Form, Format, layout
+from proa.native.formats import Form, Format, facts, layout
 from proa.ops.triton import linear_packed
-from proa.ops.triton.formats import VALUES
 from proa.ops.triton.linear_packed import MOST_PROGRAMS, _grid, _tile, partial_floats
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns
 
@@ -98,7 +97,7 @@ def test_split_columns(form: Form, tokens: int, rng: torch.Generator, device: to
 def test_parts_cover_all_columns(form: Form, size: tuple[int, int]) -> None:
     """Every part has some columns, and there are no more programs than arrival counters."""
     of = layout(form.format, *size, form.group)
-    panel_lines = of.padded_columns // VALUES[of.format]
+    panel_lines = of.padded_columns // facts(of.format).unit_values
     for tokens in (1, 2, 16, 17, 64, 128):
         grid = _grid(tokens, of, _tile(tokens, of))
         assert (grid.splits - 1) * grid.lines < panel_lines <= grid.splits * grid.lines

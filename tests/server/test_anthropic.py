@@ -300,7 +300,7 @@ def test_strict_refuses_unknown_fields(tokenizer: Tokenizer) -> None:
 
 
 def test_api_key(tokenizer: Tokenizer) -> None:
-    with Served(tokenizer, says(tokenizer), api_key="sesame") as served:
+    with Served(tokenizer, says(tokenizer), api_key=("sesame",)) as served:
         ask = {"model": MODEL, "max_tokens": 10, "messages": USER}
         for right in ({"api_key": "sesame"}, {"api_key": None, "auth_token": "sesame"}):
             with client_of(served, **right) as client:

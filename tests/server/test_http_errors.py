@@ -246,7 +246,7 @@ def test_body_limit(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_api_key(tokenizer: Tokenizer) -> None:
     async def work() -> None:
-        service = make_service(tokenizer, FakeEngine(Reply(tokenizer.encode("Hello"))), api_key="sésame")
+        service = make_service(tokenizer, FakeEngine(Reply(tokenizer.encode("Hello"))), api_key=("other", "sésame"))
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sésame".encode()}):
             for path in (CHAT, "/v1/nothing", "/tokenize"):
                 response = await send(service, "POST", path, json={"messages": USER}, headers=headers)
@@ -288,7 +288,7 @@ def test_a_bug_is_a_500_without_details(tokenizer: Tokenizer, caplog: pytest.Log
 
 def test_cors(tokenizer: Tokenizer) -> None:
     async def work() -> None:
-        service = make_service(tokenizer, FakeEngine(), api_key="k", cors_origin=("http://ui",))
+        service = make_service(tokenizer, FakeEngine(), api_key=("k",), cors_origin=("http://ui",))
         asked = {"origin": "http://ui", "access-control-request-method": "POST"}
         preflight = await send(service, "OPTIONS", CHAT, headers=asked)
         assert preflight.status_code == 200

@@ -205,7 +205,7 @@ def test_url(host: str, start: str) -> None:
 
 
 def test_welcome_never_shows_the_key() -> None:
-    text = welcome("http://127.0.0.1:8000", "demo", ServerOptions(api_key="hunter2"))
+    text = welcome("http://127.0.0.1:8000", "demo", ServerOptions(api_key=("hunter2",)))
     assert "hunter2" not in text
     assert "Bearer $PROA_API_KEY" in text
     assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from isas import ISAS
-from proa.bench.kernel_cases import FORMATS, SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens
+from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens, weight_formats
 from proa.bench.kernel_ceilings import CeilingRates
 from proa.bench.kernel_plan import KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
@@ -27,6 +27,7 @@ from proa.native.formats import layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece, Rows, linear
 
+FORMATS = weight_formats()
 SMALL = KernelOptions(formats="int4-g32", shapes="tiny", tokens="1,5", seconds=0.001)
 ONE_TEAM = (Team(UNBOUND, (0,), None),)
 

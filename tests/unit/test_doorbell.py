@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bell_cases import EXPERTS, WIDTH, Layer
+from native_hooks import kill_worker
 from proa.errors import NativeError, NumericsError
 from proa.native.doorbell import FORESEEN_ROWS, PROBE_LAYER, Doorbell, JobSize, Memory, Service, Way, block_layout
 from proa.native.pool import Pool
@@ -120,7 +121,7 @@ def test_functions_that_a_driver_calls(dies: bool) -> None:
         calls = rig.bell.calls
         rig.bell.arm()
         if dies:
-            pool.kill_worker_for_test()
+            kill_worker(pool)
             time.sleep(0.01)
         for number in (1, 2, 2, 3):
             rig.words(rig.layout.header)[:3] = torch.tensor([0, 1, number])
@@ -195,7 +196,7 @@ def test_a_dead_worker_ends_the_wait() -> None:
         rig.bell.arm()
         assert rig.ring()
         begin = time.perf_counter()
-        pool.kill_worker_for_test()
+        kill_worker(pool)
         while rig.ring():
             time.sleep(0.001)
         assert time.perf_counter() - begin < 2

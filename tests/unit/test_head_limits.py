@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from proa.errors import UsageError
 from proa.models.spec import Block, Mlp, Model
-from proa.plan.kernels import CPU_MOST_DIM, GPU_MOST_DIM, GPU_MOST_GROUP
 from unit.vram_cases import attention, gpu, machine, model, moe, plan, row
 
 
@@ -44,10 +41,3 @@ def test_beyond_the_cpu() -> None:
         plan(dense, machine(64))
     assert "--dtype float32" in caught.value.remedy
     assert plan(dense, machine(64), dtype="float32").gpu is None
-
-
-def test_the_limits_are_the_kernels() -> None:
-    header = Path(__file__).parents[2] / "csrc/src/isa/attend.h"
-    assert f"kMostHeadDim = {CPU_MOST_DIM};" in header.read_text()
-    attention_kernels = pytest.importorskip("proa.ops.triton.attention", reason="Triton is not installed here")
-    assert (GPU_MOST_DIM, GPU_MOST_GROUP) == (attention_kernels.MOST_DIM, attention_kernels.PREFILL_TILE)

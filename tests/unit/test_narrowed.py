@@ -25,7 +25,7 @@ from proa.native.weights import Matrix, Piece, Rows, linear
 from proa.ops.staging import STORED
 from proa.ops.table import Target
 from proa.weights.checkpoint import Checkpoint, open_checkpoint
-from proa.weights.gguf_header import BLOCKS
+from proa.weights.gguf_header import blocks
 from proa.weights.index import TensorInfo
 from proa.weights.load import load_weights
 from proa.weights.narrowed import narrow, units
@@ -199,7 +199,7 @@ def test_every_layout(make: Callable[[Path], Path], mesh: Mesh, pool: Pool, tmp_
 @pytest.mark.parametrize("kind", sorted(HALVES))
 def test_columns_of_blocks(kind: str, pool: Pool, tmp_path: Path) -> None:
     """Every GGUF type, of which tiny models have few: whole blocks stay, and others are read as numbers."""
-    elems = BLOCKS[kind][0]
+    elems = blocks()[kind][0]
     rows, columns = 48, 4 * elems
     raw = random_blocks(kind, rows, columns, np.random.default_rng(5))
     file = tmp_path / "m.gguf"

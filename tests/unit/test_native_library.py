@@ -17,7 +17,7 @@ from proa import native
 from proa.errors import NativeError, NumericsError, ResourceError
 from proa.native.library import ABI_VERSION, PATH, Library, Signatures, error_of, library
 
-HEADER = (Path(__file__).parents[2] / "csrc" / "include" / "proa" / "native.h").read_text()
+HEADER = "".join(p.read_text() for p in sorted((Path(__file__).parents[2] / "csrc" / "include" / "proa").glob("*.h")))
 
 # Type in csrc/include/proa/native.h -> ctypes types for it. A handle or an array is a void pointer, or typed.
 SCALARS = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from native_hooks import kill_worker
 from proa.errors import NativeError
 from proa.native.pool import Pool, select_isa
 from proa.ops.cpu import CpuOps, Recorder
@@ -51,7 +52,7 @@ def run_often(recorder: Recorder) -> None:
 def test_a_dead_worker_is_an_error_at_the_caller() -> None:
     with Pool([[0]], pin=False, spin_us=0) as pool:
         recorder, _ = recorded(pool)
-        pool.kill_worker_for_test()
+        kill_worker(pool)
         with pytest.raises(NativeError, match="worker thread"):
             run_often(recorder)
 

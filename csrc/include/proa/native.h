@@ -1,4 +1,4 @@
-// The C interface of Proa's native library: all functions and types that other programs may use.
+// The C interface of Proa's native library: all functions and types that other programs may use, with proa/tables.h.
 //
 // Rules, for every function below:
 // - It returns PROA_OK or an error code; proa_last_error() then gives the reason in one sentence. (The only
@@ -13,15 +13,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define PROA_API __attribute__((visibility("default")))
+
+#include "proa/tables.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-#define PROA_API __attribute__((visibility("default")))
-
 // ---- version and errors
 
-#define PROA_ABI_VERSION 9
+#define PROA_ABI_VERSION 10
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // an argument is invalid
@@ -104,9 +106,8 @@ PROA_API int proa_pool_destroy(proa_pool* pool);
 // team except the first (the caller's) must keep at least one.
 PROA_API int proa_pool_use(proa_pool* pool, const int32_t* workers, int32_t teams);
 PROA_API int proa_pool_redone(const proa_pool* pool, uint64_t* out);  // tasks repeated so far
-PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);         // the next worker that polls ends its thread
 
-// ---- packed weights (formats: csrc/src/layout.h)
+// ---- packed weights
 
 typedef struct proa_matrix proa_matrix;
 
@@ -199,8 +200,12 @@ PROA_API int proa_to_float(int stored, const void* from, int64_t from_bytes, int
 
 typedef struct proa_experts proa_experts;
 
-// activation: 0 SiLU, 1 GELU (tanh), 2 clamped SwiGLU of gpt-oss, 3 squared ReLU without a gate. Panels of gate and up
-// alternate in gate_up. Biases are float32 in the order of the (padded) panels, or null. All must outlive the handle.
+#define PROA_ACTIVATION_SILU 0
+#define PROA_ACTIVATION_CLAMPED_SWIGLU 1  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped to `limit`
+#define PROA_ACTIVATION_RELU2 2           // squared ReLU, without a gate
+
+// activation: PROA_ACTIVATION_*. Panels of gate and up alternate in gate_up; without a gate it has those of up. Biases
+// are float32 in the order of the (padded) panels, or null. All must outlive the handle.
 PROA_API int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int activation, float limit,
                                  const float* gate_bias, const float* down_bias, proa_experts** out);
 PROA_API int proa_experts_destroy(proa_experts* experts);
@@ -279,11 +284,11 @@ PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens
 // Looks up rows of a packed matrix, rounded to bfloat16.
 PROA_API int proa_program_add_lookup(proa_program* program, const proa_matrix* table, const int64_t* tokens, void* out,
                                      int64_t out_stride);
-// If `residual` is not null, x += residual first, in place. offset: added to the weights. apart: elements between the
-// starts of consecutive groups of x, 0: the width; groups of the output are contiguous.
-PROA_API int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
-                                       int64_t residual_stride, const void* weight, int64_t groups, int64_t width,
-                                       float eps, void* out, int64_t out_stride, float offset, int64_t apart);
+// offset: added to the weights. apart: elements between the starts of consecutive groups of x, 0: the width; groups of
+// the output are contiguous.
+PROA_API int proa_program_add_rms_norm(proa_program* program, const void* x, int64_t x_stride, const void* weight,
+                                       int64_t groups, int64_t width, float eps, void* out, int64_t out_stride,
+                                       float offset, int64_t apart);
 PROA_API int proa_program_add_add(proa_program* program, void* x, int64_t x_stride, const void* y, int64_t y_stride,
                                   int64_t width);  // x += y
 PROA_API int proa_program_add_gated_add(proa_program* program, void* x, int64_t x_stride, const void* gate,
@@ -294,13 +299,15 @@ PROA_API int proa_program_add_gate(proa_program* program, void* x, int64_t x_str
                                    int64_t gate_stride, int64_t heads, int64_t head_dim, int64_t apart);
 PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, const float* cos,
                                      const float* sin, int64_t heads, int64_t head_dim, int64_t half, int interleaved);
-// The rule that chooses top_k experts from logits. A score is the sigmoid of a logit, or the softmax over all logits.
-// Experts are chosen by score + correction (float32 [experts] or null), among the `kept` best of `groups` groups of
-// equal size: those whose best_of (1 or 2) best experts have the largest sum; the first among equals. Weights are
-// scores, if renormalised divided by max(least, their sum + epsilon), times scale.
+#define PROA_SCORE_SOFTMAX 0  // over all logits
+#define PROA_SCORE_SIGMOID 1  // of each logit
+
+// The rule that chooses top_k experts from logits. Experts are chosen by score + correction (float32 [experts] or
+// null), among the `kept` best of `groups` groups of equal size: those whose best_of (1 or 2) best experts have the
+// largest sum; the first among equals. Weights are scores, if renormalised divided by max(least, their sum + epsilon),
+// times scale. The kernels read this struct: a new part of a rule is a field here and its arithmetic in kernels/rows.h.
 typedef struct proa_router_rule {
-    int64_t experts, top_k, groups, kept, best_of;
-    int sigmoids, renormalise;
+    int32_t experts, top_k, score, renormalise, groups, kept, best_of;
     float scale, epsilon, least;
     const float* correction;
 } proa_router_rule;
@@ -375,25 +382,6 @@ PROA_API int proa_outbox_destroy(proa_outbox* outbox);
 // Both fail with PROA_ERROR_SYSTEM if this message, or the one before it, cannot be sent. The data are copied.
 PROA_API int proa_outbox_write(proa_outbox* outbox, const void* data, size_t size);
 PROA_API int proa_outbox_flush(proa_outbox* outbox);
-
-// ---- a queue of jobs for the experts, run by a thread of its own as the pool's caller on a lane
-
-typedef struct proa_queue proa_queue;
-
-// slots: most jobs in flight, a power of two. The layers, and all memory that jobs point to, must outlive it.
-PROA_API int proa_queue_create(proa_pool* pool, const proa_experts* const* layers, int64_t layer_count, int64_t slots,
-                               int lane, int spin_us, proa_queue** out);
-PROA_API int proa_queue_destroy(proa_queue* queue);
-
-// Queues a call of proa_moe, without allocation or lock; from one thread only. number: of the job, from 1 on, or 0 if
-// all slots are taken. Jobs run in order.
-PROA_API int proa_queue_submit(proa_queue* queue, int64_t layer, int64_t tokens, int64_t top_k, const int32_t* ids,
-                               const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride,
-                               int wide, uint64_t* number);
-
-// Thread-safe. A job's error is returned for it and for all later jobs, which are not run.
-PROA_API int proa_queue_done(const proa_queue* queue, uint64_t number, int* done);
-PROA_API int proa_queue_wait(const proa_queue* queue, uint64_t number);
 
 // ---- a doorbell: a GPU's jobs for the experts, through a block of memory that both sides address
 

@@ -10,7 +10,7 @@ namespace {
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens per block: 24 sums, and weights, in 32 registers
 constexpr int kWideFromTokens = 16;
 // With three tokens, vectors spend most time on converting fp8, which tiles do once for all tokens.
-constexpr int tiles_from_tokens(Format f) { return Format::kFp8Row <= f && f <= Format::kMxfp8 ? 3 : 5; }
+constexpr int tiles_from_tokens(Format f) { return code_of(f) == CodeType::kE4m3 ? 3 : 5; }
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
 // True for codes that are cheap to convert (decision 012); for others, more prefetch instructions cost more than they

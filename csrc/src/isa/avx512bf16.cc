@@ -12,7 +12,7 @@ constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
 constexpr int kWideFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay for codes that are expensive to
 // convert.
-constexpr int digits_to_tokens(Format f) { return f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0; }
+constexpr int digits_to_tokens(Format f) { return code_of(f) == CodeType::kInt8 ? 3 : 0; }
 constexpr int digit_rows_at_once(int) { return 2; }
 // Measured on Zen 5: wider codes get a little slower.
 constexpr bool fetches_in_order(int bits, bool) { return bits < 8; }

@@ -3,11 +3,18 @@
 
 #include "../layout.h"
 #include "attend.h"
+#include "proa/native.h"
 
 namespace proa {
 
-// kNone is not part of the C ABI: attention packs its weights with it.
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
+// Values of PROA_ACTIVATION_* in native.h. kNone is not part of the C ABI: attention packs its weights with it.
+enum class Activation : int32_t {
+    kSilu = PROA_ACTIVATION_SILU,
+    kClampedSwiglu = PROA_ACTIVATION_CLAMPED_SWIGLU,
+    kRelu2 = PROA_ACTIVATION_RELU2,
+    kNone,
+};
+constexpr bool has_gate(Activation activation) { return activation < Activation::kRelu2; }
 
 // How the kernel for a row is chosen. kByRows: the fastest for the number of rows. kDecode (fastest for one row) and
 // kPrompt (fast for many rows) fix the kernel, so that a row has the same bits whatever other rows are computed with
@@ -48,14 +55,7 @@ constexpr int most_scaled(int tokens) {
 #endif
 }
 
-// The rule that chooses experts: proa_router_rule in native.h.
-struct RouterRule {
-    int experts, top_k;
-    bool sigmoids, renormalise;
-    int groups, kept, best_of;
-    float scale, epsilon, least;
-    const float* correction;
-};
+using RouterRule = proa_router_rule;
 
 constexpr int kTileTokens = 32;  // tokens per block for matrix tiles
 
@@ -93,6 +93,9 @@ struct Kernels {
     const char* name;
     Blocking blocking;
 
+    // The kinds of matmul that these kernels have for a format; see tables.h.
+    proa_format_kernels (*format_kernels)(Format format);
+
     // How `tokens` rows are packed for these weights; used by both pack and matmul.
     Packing (*packing)(const Layout& l, int tokens);
     // Bytes of a packed row, for any number of rows.
@@ -112,7 +115,7 @@ struct Kernels {
     void (*expand)(const Layout& l, const uint8_t* w, void* out);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
-    // alternate (only gates for kRelu2 and kNone). bias: float32 in the panels' order, from panel 0, or null. padded:
+    // alternate (only gates without has_gate). bias: float32 in the panels' order, from panel 0, or null. padded:
     // of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);

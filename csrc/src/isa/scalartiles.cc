@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kWideFromTokens = 16;
-constexpr int tiles_from_tokens(Format f) { return Format::kFp8Row <= f && f <= Format::kMxfp8 ? 3 : 5; }
+constexpr int tiles_from_tokens(Format f) { return code_of(f) == CodeType::kE4m3 ? 3 : 5; }
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr bool fetches_in_order(int, bool) { return false; }

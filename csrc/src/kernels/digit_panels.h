@@ -56,29 +56,33 @@ struct SixQuads : DigitCode {
     }
 };
 
+// Returns an object of the struct that gives a type of code as bytes; only for integers.
+template <CodeType type>
+constexpr auto quads_of() {
+    if constexpr (type == CodeType::kInt8) return Int8Quads{};
+    if constexpr (type == CodeType::kInt4) return NibbleQuads<8>{};
+    if constexpr (type == CodeType::kUint4) return NibbleQuads<0>{};
+    if constexpr (type == CodeType::kE2m1) return E2m1Quads{};
+    if constexpr (type == CodeType::kInt6) return SixQuads<32>{};
+    if constexpr (type == CodeType::kUint6) return SixQuads<0>{};
+}
+
 // Calls f.operator()<Code, Scales, format>() for the format, if its codes are integers.
 template <class F>
 inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
-    switch (format) {
-        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows, Format::kInt8F32>();
-        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows, Format::kInt8F16>();
-        case Format::kInt4F32: return f.template operator()<NibbleQuads<8>, F32Rows, Format::kInt4F32>();
-        case Format::kInt4F16: return f.template operator()<NibbleQuads<8>, F16Rows, Format::kInt4F16>();
-        case Format::kInt4Bf16: return f.template operator()<NibbleQuads<8>, Bf16Rows, Format::kInt4Bf16>();
-        case Format::kUint4F32: return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>, Format::kUint4F32>();
-        case Format::kUint4F16: return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>, Format::kUint4F16>();
-        case Format::kUint4Bf16: return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>, Format::kUint4Bf16>();
-        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows, Format::kNvfp4>();
-        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows, Format::kMxfp4>();
-        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows, Format::kQ4K>();
-        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows, Format::kQ6K>();
-        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows, Format::kQ5K>();
-        default: return;
-    }
+#define PROA_CASE(identifier, ...)                                                            \
+    case Format::identifier:                                                                  \
+        if constexpr (facts_of(Format::identifier).code().integers)                           \
+            return f.template operator()<decltype(quads_of<code_of(Format::identifier)>()),   \
+                                         ScalesOf<Format::identifier>, Format::identifier>(); \
+        else                                                                                  \
+            return;
+    switch (format) { PROA_FORMATS(PROA_CASE) }
+#undef PROA_CASE
 }
 
 // Tokens up to which a format's codes are multiplied as integers.
-constexpr int digit_tokens(Format f) { return f >= Format::kInt8F32 ? digits_to_tokens(f) : 0; }
+constexpr int digit_tokens(Format f) { return facts_of(f).code().integers ? digits_to_tokens(f) : 0; }
 
 inline bool by_digits(const Layout& l, int tokens) {
     const int most = digit_tokens(l.format);

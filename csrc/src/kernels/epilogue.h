@@ -2,15 +2,9 @@
 // isa/kernels.h for the contract of each function.
 #pragma once
 
-inline F32 gelu_tanh(F32 x) {  // x/2 (1 + tanh(u)) = x sigmoid(2 u)
-    const F32 cube = mul(mul(x, x), x);
-    return mul(x, sigmoid(mul(set(1.5957691216057308f), fma(set(0.044715f), cube, x))));
-}
-
 inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
     switch (kind) {
         case Activation::kSilu: return mul(mul(gate, sigmoid(gate)), up);
-        case Activation::kGeluTanh: return mul(gelu_tanh(gate), up);
         case Activation::kClampedSwiglu: {  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped
             // With a NaN operand, min and max return the second operand: NaN propagates.
             const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
@@ -25,7 +19,7 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
 
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
-    const bool has_up = kind < Activation::kRelu2;
+    const bool has_up = has_gate(kind);
     // Calls put() with the bits of a panel's rows, token by token.
     const auto each_token = [&](int panel, const PackedBlock& block, auto&& put) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;

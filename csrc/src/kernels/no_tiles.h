@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr bool kTiles = false;
-constexpr int most_pairs(Format f) { return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain : kMostScaled; }
+constexpr int most_pairs(Format f) { return is_plain(f) ? kMostPlain : kMostScaled; }
 constexpr int pairs_below(Format) { return kWideFromTokens; }
 inline bool by_tiles(const Layout&, int) { return false; }
 inline size_t tile_scratch_bytes(const Layout&, bool) { return 0; }

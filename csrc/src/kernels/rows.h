@@ -147,11 +147,12 @@ void route_row(const void* logits, bool wide, const RouterRule& rule, float* key
         const float x = logit(logits, wide, i);
         most = x > most ? x : most, defined = defined && x == x;
     }
-    Scores scores{rule.sigmoids, set(most), zero()};
-    for (int i = 0; !rule.sigmoids && i < experts; i += 16)
+    const bool sigmoids = rule.score == PROA_SCORE_SIGMOID;
+    Scores scores{sigmoids, set(most), zero()};
+    for (int i = 0; !sigmoids && i < experts; i += 16)
         scores.total = add(scores.total, exp(sub(load_logits(logits, wide, i, experts - i), set(most))));
-    if (!rule.sigmoids) defined = defined && most - most == 0, scores.total = set(reduce_add(scores.total));
-    const bool by_logits = !rule.sigmoids && !rule.correction && rule.best_of == 1;  // the softmax has the same order
+    if (!sigmoids) defined = defined && most - most == 0, scores.total = set(reduce_add(scores.total));
+    const bool by_logits = !sigmoids && !rule.correction && rule.best_of == 1;  // the softmax has the same order
     for (int i = 0; i < experts; i += 16) {
         F32 key = load_logits(logits, wide, i, experts - i);
         if (!by_logits) key = scores.of(key);

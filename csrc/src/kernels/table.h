@@ -87,12 +87,20 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
     });
 }
 
+proa_format_kernels format_kernels(Format f) {
+    return {digit_tokens(f), kTiles ? pairs_below(f) : 0, kTiles ? 0 : kWideFromTokens};
+}
+
 template <Regime regime>
 constexpr Kernels kernels(const char* name) {
-    return {name,    kBlocking,     packing<regime>, row_bytes,   pack,        matmul,         expand_bytes<regime>,
-            expand,  activate,      clear_columns,   accumulate,  sum_rows,    store_rows,     rms_norm_row,
-            add_row, gated_add_row, gate_row,        rotate_head, route_row,   kQueryLine,     pack_query,
-            attend,  merge_states,  finish_state,    pack_keys,   pack_values, softmax_tile,   scale_and_add,
-            to_e4m3, from_e4m3,     convolve,        scale_to,    delta_step,  gated_norm_row, peak,
+    return {name,          kBlocking,  format_kernels, packing<regime>,
+            row_bytes,     pack,       matmul,         expand_bytes<regime>,
+            expand,        activate,   clear_columns,  accumulate,
+            sum_rows,      store_rows, rms_norm_row,   add_row,
+            gated_add_row, gate_row,   rotate_head,    route_row,
+            kQueryLine,    pack_query, attend,         merge_states,
+            finish_state,  pack_keys,  pack_values,    softmax_tile,
+            scale_and_add, to_e4m3,    from_e4m3,      convolve,
+            scale_to,      delta_step, gated_norm_row, peak,
             read};
 }

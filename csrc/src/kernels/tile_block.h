@@ -12,9 +12,7 @@ constexpr int pairs_below(Format f) { return f == Format::kFp16 ? kWideFromToken
 inline bool by_tiles(const Layout& l, int tokens) { return tokens >= pairs_below(l.format); }
 
 // Most tokens of a block of pairs.
-constexpr int most_pairs(Format f) {
-    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain : tiles_from_tokens(f) - 1;
-}
+constexpr int most_pairs(Format f) { return is_plain(f) ? kMostPlain : tiles_from_tokens(f) - 1; }
 
 constexpr int kBlockPanels = 2;
 

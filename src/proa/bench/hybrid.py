@@ -42,6 +42,7 @@ from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
 from proa.config.field import option
 from proa.config.options import (
+    DUMMY_FORMATS,
     CacheOptions,
     EngineOptions,
     GpuOptions,
@@ -89,7 +90,7 @@ class HybridOptions:
     layers: int | None = option(None, help="number of its layers to use; default: all", low=1, high=1000, common=True)
     format: str = option(
         "bf16", help="format of experts and linear layers: see --dummy-format",
-        choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"), common=True,
+        choices=DUMMY_FORMATS, common=True,
     )  # fmt: skip
     resident: float | None = option(
         None, help="percentage of each layer's experts in VRAM; default: as many as fit", metavar="PERCENT",

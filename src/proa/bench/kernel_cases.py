@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,7 +11,7 @@ import msgspec
 
 from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
-from proa.native.formats import Format
+from proa.native.formats import Format, usual_forms
 
 T = TypeVar("T")
 
@@ -42,26 +43,12 @@ class ExpertShape(msgspec.Struct, frozen=True):
         return 3 * self.hidden * self.width
 
 
-FORMATS = {
-    of.name: of
-    for of in (
-        WeightFormat("bf16", Format.BF16, 0),
-        WeightFormat("fp16", Format.FP16, 0),
-        WeightFormat("fp8-channel", Format.FP8_ROW, 0),
-        WeightFormat("fp8-block", Format.FP8_PANEL, 128),
-        WeightFormat("mxfp8", Format.MXFP8, 32),
-        WeightFormat("int8", Format.INT8_F32, 0),
-        WeightFormat("int8-g32", Format.INT8_F16, 32),
-        WeightFormat("int4-g32", Format.INT4_F16, 32),
-        WeightFormat("int4-g128", Format.INT4_BF16, 128),
-        WeightFormat("uint4-g32", Format.UINT4_F16, 32),
-        WeightFormat("nvfp4", Format.NVFP4, 16),
-        WeightFormat("mxfp4", Format.MXFP4, 32),
-        WeightFormat("q4_k", Format.Q4_K, 32),
-        WeightFormat("q5_k", Format.Q5_K, 32),
-        WeightFormat("q6_k", Format.Q6_K, 16),
-    )
-}
+@functools.cache
+def weight_formats() -> dict[str, WeightFormat]:
+    """Every format with a usual group, by name. Raises NativeError without a native library."""
+    return {name: WeightFormat(name, *form) for name, form in usual_forms().items()}
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -77,7 +64,7 @@ SHAPES = {
 def parse_formats(text: str) -> tuple[WeightFormat, ...]:
     """Parse names such as "bf16,int4-g32", or "all". Raises UsageError for an unknown name."""
     if text.strip() == ALL:
-        return tuple(FORMATS.values())
+        return tuple(weight_formats().values())
     return _each(text, "--formats", _format)
 
 
@@ -102,10 +89,11 @@ def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:
 
 
 def _format(name: str) -> WeightFormat:
-    if name not in FORMATS:
-        known = f"Choose from {', '.join(FORMATS)}, or all."
-        raise UsageError(f"There is no weight format {name}.", f"{did_you_mean(name, FORMATS)} {known}".strip())
-    return FORMATS[name]
+    formats = weight_formats()
+    if name not in formats:
+        known = f"Choose from {', '.join(formats)}, or all."
+        raise UsageError(f"There is no weight format {name}.", f"{did_you_mean(name, formats)} {known}".strip())
+    return formats[name]
 
 
 def _shape(name: str) -> ExpertShape:

@@ -8,7 +8,6 @@ import msgspec
 
 from proa.bench.kernel_cases import (
     ALL,
-    FORMATS,
     TOKENS,
     ExpertShape,
     WeightFormat,
@@ -20,6 +19,7 @@ from proa.bench.kernel_weights import expert_bytes
 from proa.config.field import option
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
+from proa.native.formats import BF16_FORM
 from proa.native.pool import wished_isa
 from proa.obs.units import format_bytes
 
@@ -27,7 +27,7 @@ LEAST_WEIGHTS_BYTES = 1_000_000_000  # of all layers of a cell; also at least _C
 MOST_WEIGHTS_BYTES = 8 << 30  # default limit; --ram may raise it
 MOST_LAYERS = 64
 _CACHES = 4
-_WIDEST = FORMATS["bf16"]
+_WIDEST = WeightFormat("bf16", *BF16_FORM)
 
 
 @dataclass(frozen=True)

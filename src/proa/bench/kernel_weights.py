@@ -16,13 +16,15 @@ import numpy.typing as npt
 from proa.bench.kernel_cases import ExpertShape, WeightFormat
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
-from proa.native.formats import PANEL_ROWS, Format, Layout, PackSource, layout, pack
+from proa.native.formats import PANEL_ROWS, FormatFacts, Layout, PackSource, facts, layout, pack
 from proa.native.weights import Activation, Experts, Matrix, Piece
 
 TEMPLATE_PANELS = 61  # a prime: neighbouring experts differ
-_BLOCK_GROUPS = {Format.Q4_K: 8, Format.Q5_K: 8, Format.Q6_K: 16}
-_HALF_SCALES = (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16)
-_BF16_SCALES = (Format.INT4_BF16, Format.UINT4_BF16)
+# Number of codes of a type, and the root mean square of their values (of unsigned ones: minus the middle code).
+_CODES = {
+    "e4m3": (256, 99.7), "int8": (256, 73.9), "e2m1": (16, 2.93), "int6": (64, 18.5), "uint6": (32, 9.23),
+    "int4": (16, 4.61), "uint4": (16, 4.61),
+}  # fmt: skip
 _E8M0_BIAS = 127
 
 Array = npt.NDArray[np.generic]
@@ -155,66 +157,51 @@ def random_panels(of: WeightFormat, columns: int, rng: np.random.Generator) -> n
 
 def _random_rows(of: WeightFormat, rows: int, columns: int, rng: np.random.Generator) -> _Rows:
     made = _Rows()
-    if of.form in (Format.BF16, Format.FP16):
+    form = facts(of.form)
+    if form.scale == "none":
         values = rng.standard_normal((rows, columns), np.float32) / np.float32(math.sqrt(columns))
-        made.arrays["codes"] = bf16_bits(values) if of.form is Format.BF16 else values.astype(np.float16)
+        made.arrays["codes"] = bf16_bits(values) if form.code == "bf16" else values.astype(np.float16)
         return made
-    codes, root_mean_square = _random_codes(of.form, (rows, columns), rng)
-    made.arrays["codes"] = codes
-    blocks = _BLOCK_GROUPS.get(of.form, 1)
+    count, root_mean_square = _CODES[form.code]
+    codes = made.arrays["codes"] = rng.integers(0, count, (rows, columns), np.uint8)
+    if form.code == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    blocks = form.block_groups
     groups = -(-columns // (of.group * blocks)) * blocks if of.group else 1
-    _add_scales(of.form, made, 1 / (root_mean_square * math.sqrt(columns)), (rows, groups), rng)
+    _add_scales(form, made, 1 / (root_mean_square * math.sqrt(columns)), (rows, groups), rng)
     return made
 
 
-def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator) -> tuple[Array, float]:
-    """Make random codes, one per byte; return them and the root mean square of the values they encode."""
-    match form:
-        case Format.FP8_ROW | Format.FP8_PANEL | Format.MXFP8:
-            codes = rng.integers(0, 256, size, np.uint8)
-            codes[(codes & 0x7F) == 0x7F] = 0  # NaN
-            return codes, 99.7
-        case Format.INT8_F32 | Format.INT8_F16:
-            return rng.integers(0, 256, size, np.uint8), 73.9
-        case Format.NVFP4 | Format.MXFP4:
-            return rng.integers(0, 16, size, np.uint8), 2.93
-        case Format.Q6_K:
-            return rng.integers(0, 64, size, np.uint8), 18.5
-        case Format.Q5_K:
-            return rng.integers(0, 32, size, np.uint8), 9.23  # of codes minus the middle code
-    return rng.integers(0, 16, size, np.uint8), 4.61  # of codes minus the middle code
-
-
-def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rng: np.random.Generator) -> None:
+def _add_scales(form: FormatFacts, to: _Rows, scale: float, size: tuple[int, int], rng: np.random.Generator) -> None:
     """Add random scales [rows, groups] around `scale`, and minimums that map the middle code to zero."""
     a = to.arrays
     values = scale * rng.uniform(0.75, 1.25, size)
-    match form:
-        case Format.MXFP8 | Format.MXFP4:
+    match form.scale:
+        case "e8m0":
             a["scales"] = (_E8M0_BIAS + round(math.log2(scale)) + rng.integers(-1, 1, size)).astype(np.uint8)
-        case Format.NVFP4:
+        case "e4m3":
             a["scales"] = rng.integers(0x34, 0x3D, size, np.uint8)  # e4m3 from 0.75 to 1.5
             to.factor = scale
-        case Format.FP8_PANEL:
+        case "f32_panel":
             to.scale_rows = 128
             a["scales"] = values[: -(-size[0] // 128)].astype(np.float32)
-        case Format.Q4_K | Format.Q5_K:
+        case "block8":
             a["scales"] = a["mins"] = rng.integers(36, 61, size, np.uint8)
-            blocks, middle = values[:, ::8] / 48, 7.5 if form is Format.Q4_K else 15.5
+            blocks, middle = values[:, ::8] / 48, 7.5 if form.code == "uint4" else 15.5
             a["block_scales"], a["block_mins"] = blocks.astype(np.float16), (middle * blocks).astype(np.float16)
-        case Format.Q6_K:
+        case "block16":
             a["scales"] = rng.integers(48, 81, size, np.uint8)
             a["block_scales"] = (values[:, ::16] / 64).astype(np.float16)
         case _:
-            a["scales"] = _stored(form, values)
-            if form in (Format.UINT4_F32, Format.UINT4_F16, Format.UINT4_BF16):
-                a["mins"] = _stored(form, -7.5 * values)
+            a["scales"] = _stored(form.scale, values)
+            if form.has_min:
+                a["mins"] = _stored(form.scale, -7.5 * values)
 
 
-def _stored(form: Format, values: npt.NDArray[np.float64]) -> Array:
-    if form in _HALF_SCALES:
+def _stored(scale: str, values: npt.NDArray[np.float64]) -> Array:
+    if scale == "f16":
         return values.astype(np.float16)
-    return bf16_bits(values.astype(np.float32)) if form in _BF16_SCALES else values.astype(np.float32)
+    return bf16_bits(values.astype(np.float32)) if scale == "bf16" else values.astype(np.float32)
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -38,6 +38,7 @@ class Piece:
     """One event of a streamed answer; `usage` and `finish` are set at most once per answer, near its end."""
 
     text: str = ""
+    reasoning: str = ""
     finish: str | None = None
     usage: Usage | None = None
 
@@ -133,8 +134,10 @@ def _piece(event: dict[str, Any]) -> Piece:
         raise ProaError(str(event["error"].get("message", event["error"])))
     choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
     usage = event.get("usage")
+    delta = choice.get("delta") or {}
     return Piece(
-        text=(choice.get("delta") or {}).get("content") or "",
+        text=delta.get("content") or "",
+        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
         finish=choice.get("finish_reason"),
         usage=Usage(
             prompt_tokens=usage["prompt_tokens"],

@@ -63,14 +63,21 @@ class Session:
         which is raised on, the partial answer stays in the conversation. Raises ProaError."""
         self._messages.append({"role": "user", "content": text})
         pieces: list[str] = []
+        reasons = False
         timing = _Timing()
         usage: Usage | None = None
         try:
             stream = self._client.stream_chat(self._served.name, self._prompt(), self._settings)
             with closing(stream):
                 for piece in stream:
-                    if piece.text:
+                    if piece.text or piece.reasoning:
                         timing.mark()
+                    if piece.reasoning:  # on stderr, so that only the answer can be piped on
+                        self._notes.print(piece.reasoning, style="dim", markup=False, soft_wrap=True, end="")
+                        reasons = True
+                    if piece.text:
+                        if reasons and not pieces:
+                            self._notes.print("\n")
                         pieces.append(piece.text)
                         write_out(piece.text)
                     usage = piece.usage or usage

@@ -61,6 +61,8 @@ def claude(url: str, model: str, key: str, context_tokens: int, folder: Path) ->
             "ANTHROPIC_API_KEY": "",
             **dict.fromkeys(names, model),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(max(context_tokens // 4, 1024)),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context_tokens),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(context_tokens),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with each request, and with it the cached prefix
         },

@@ -96,7 +96,7 @@ class _Startup:
             self._show(await self._welcome.get())
 
     def _report(self, prepared: Prepared) -> Report:
-        url, port = url_of(self._listener), self._listener.getsockname()[1]
+        url, port = url_of(self._listener, self._options.server.scheme), self._listener.getsockname()[1]
         return Report(proa_version(), prepared.plan, prepared.declared.spec, self._asked, None, url, port)
 
     def _show_report(self, report: Report) -> None:

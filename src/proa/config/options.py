@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from proa.config.field import option
 
+DUMMY_FORMATS = ("bf16", "fp8", "int4", "nvfp4", "mxfp4")  # all but bf16: DUMMY in native/formats.py
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -50,7 +52,7 @@ class ModelOptions:
     dummy_format: str = option(
         "bf16",
         help="dummy weights' format of experts and linear layers; fp8: blocks of 128 x 128, int4: groups of 32",
-        choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"),
+        choices=DUMMY_FORMATS,
     )
     ignore_config_key: tuple[str, ...] = option(
         (), help="ignore this key of config.json, which Proa does not support (repeatable)", metavar="KEY"
@@ -256,7 +258,15 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", help="address to listen on", metavar="ADDR", common=True)
     port: int = option(8000, help="port to listen on; 0: any free port", low=0, high=65535, common=True)
-    api_key: str | None = option(None, help="require this API key as bearer token", metavar="KEY", secret=True)
+    api_key: tuple[str, ...] = option(
+        (), help="require this API key as bearer token (repeatable: any of them)", metavar="KEY", secret=True
+    )
+    api_key_file: str | None = option(None, help="file of API keys, one a line; # begins a comment", metavar="FILE")
+    requests_per_minute: int | None = option(
+        None, help="most POST requests a minute for each API key; default: no limit", low=1
+    )
+    ssl_certfile: str | None = option(None, help="serve HTTPS with this certificate (PEM)", metavar="FILE")
+    ssl_keyfile: str | None = option(None, help="private key of --ssl-certfile, if it is a file apart", metavar="FILE")
     served_model_name: str | None = option(None, help="model name in the API; default: MODEL", metavar="NAME")
     accept_any_model: bool | None = option(
         None, help="answer requests for other model names too; default: on if --host is a loopback address"
@@ -270,6 +280,10 @@ class ServerOptions:
     )
     restart: bool = option(True, help="start the engine again when it dies, at most 3 times in 10 minutes")
     cors_origin: tuple[str, ...] = option((), help="origin allowed by CORS (repeatable)", metavar="URL")
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
 
     @property
     def is_loopback(self) -> bool:

@@ -126,7 +126,7 @@ def to_text(option: Declaration, value: Any) -> str:
     if value is None:
         return "not set"
     if option.info.secret:
-        return "(hidden)"
+        return "(hidden)" if value else "none"
     if option.repeatable:
         return ", ".join(value) or "none"
     if option.type is bool:

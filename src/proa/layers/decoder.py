@@ -78,7 +78,8 @@ class Decoder:
         self.head = None if model.tied else ops.maps.head(model.vocab, model.hidden)
 
     def __call__(self, tokens: Tensor, step: Step, kept: Mapping[int, Tensor] | None = None) -> Tensor:
-        """tokens int64 [T] -> hidden states after the last block [T, hidden]; fills the caches.
+        """tokens int64 [T] -> hidden states after the last block [T, hidden]; fills the caches. Instead of tokens: rows
+        of embeddings [T, hidden] in the activations' dtype, which may be overwritten and get no embedding factor.
 
         kept: by block, where its output is copied to: tensors of T rows or more (draft heads read them).
         """
@@ -99,6 +100,8 @@ class Decoder:
             yield x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() == 2:
+            return tokens
         return _scaled(self._ops, self._join(self.embed(tokens)), self.spec.embedding_factor)
 
     def _sum(self, x: Tensor, y: Tensor | Unsummed | None) -> Tensor:

@@ -186,13 +186,7 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
 
 
 def _mixer(s: Mixer, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
-    match s:
-        case Attention():
-            return _attention(s, ranks)
-        case LatentAttention():
-            return _latent_attention(s, ranks)
-        case GatedDeltaNet():
-            return _gated_delta_net(s, ranks)
+    return _MIXERS[type(s)](s, ranks)
 
 
 def _ffn(s: Mlp | Moe, ranks: _Ranks) -> Sequence[_Piece[Mlp | Moe]]:
@@ -293,6 +287,13 @@ def _interleaved(cut: _Heads, each: int, shared: Sequence[int], per_head: Sequen
         found.append(_times(cut.inner, n, at))
         at += each * n
     return tuple(found)
+
+
+_MIXERS: dict[type[Mixer], Callable[[Any, _Ranks], Sequence[_Piece[Mixer]]]] = {
+    Attention: _attention,
+    LatentAttention: _latent_attention,
+    GatedDeltaNet: _gated_delta_net,
+}
 
 
 # --- FFNs ---

@@ -1,12 +1,16 @@
 """RAM for weights: on huge pages where possible, bound to a NUMA node if asked (csrc/src/arena.h).
 
-Belongs here: owning an arena from Python, and views of it. Never: the layout of its contents.
+Belongs here: owning an arena from Python, mapping another process's, and views of both. Never: the layout of their
+contents.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,3 +180,51 @@ class Arena:
         if offset < 0 or count < 0 or offset + count > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + count} lie outside of an arena of {self.nbytes} bytes")
         return count
+
+
+class AttachedArena:
+    """The first `nbytes` bytes of another process's shared arena, mapped by its file descriptor.
+
+    The descriptor comes by inheritance (subprocess's pass_fds, which keeps its number) or over a Unix socket
+    (socket.send_fds); the mapping holds a duplicate of it, so the caller may close it. The memory stays allocated until
+    all processes have let go of it, whichever of them ends first. The owner touches it before: a page that nothing has
+    touched is allocated at the first access here, where a lack of memory kills the process.
+
+    Raises ValueError for a file that is too short, or that could be cut off later, which would kill its readers too.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        held = os.fstat(fd).st_size
+        if not 0 < nbytes <= held:
+            raise ValueError(f"{nbytes} bytes of an arena were asked for, but descriptor {fd} has {held}")
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:  # not a file in memory
+            sealed = 0
+        if not sealed:
+            raise ValueError(f"descriptor {fd} is not an arena's: its file can be cut off")
+        self.nbytes = nbytes
+        self._map: mmap.mmap | None = mmap.mmap(fd, held)
+        self._data = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @property
+    def data(self) -> int:
+        """The address of the first byte, aligned to a page; as long as Arena.data is valid."""
+        self._open()
+        return self._data
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
+        """A part as writable bytes, which keeps the mapping. Raises ValueError outside of the arena."""
+        count = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or count < 0 or offset + count > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + count} lie outside of an arena of {self.nbytes} bytes")
+        return memoryview(self._open())[offset : offset + count]
+
+    def close(self) -> None:
+        """Unmap the memory, at once if no view is alive, else with the last view. Closing twice is allowed."""
+        self._map = None
+
+    def _open(self) -> mmap.mmap:
+        if self._map is None:
+            raise NativeError("This arena is closed.", "Make views while it is open; they stay valid afterwards.")
+        return self._map

@@ -11,7 +11,7 @@ from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_uint64, c
 from dataclasses import dataclass, replace
 
 from proa.native.arena import Arena
-from proa.native.formats import PANEL_ROWS, Code, Format, Layout, Order, Stored, layout
+from proa.native.formats import PANEL_ROWS, Code, Format, Layout, Order, Stored, layout, stored_facts
 from proa.native.library import Signatures, library
 from proa.native.pool import Pool
 
@@ -41,8 +41,6 @@ _SIGNATURES: Signatures = {
 }
 _PLAIN = -1  # value of _Job.format: not packed
 _NOT_FINITE = -1  # value of _Failure.error
-PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # per element
-_SCALE_BYTES: dict[Stored | Code, int] = {Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2, Code.E4M3: 1, Code.E8M0: 1}
 
 
 @functools.cache
@@ -77,7 +75,7 @@ class Scales:
         """The scales without those of the first `columns` columns, which are whole groups."""
         if self.group_of:
             return replace(self, group_of=self.group_of + 4 * columns)
-        skipped = columns // self.group * _SCALE_BYTES[self.kind] if self.group else 0
+        skipped = columns // self.group * stored_facts(self.kind).block_bytes if self.group else 0
         return replace(self, data=self.data + skipped, mins=self.mins + skipped if self.mins else 0)
 
 
@@ -115,7 +113,7 @@ class StoredRows:
             case Order.ROWS:
                 return rows * self.stride
             case Order.TRANSPOSED:
-                return rows * PLAIN_BYTES[Stored(self.stored)]
+                return rows * stored_facts(self.stored).block_bytes
             case Order.WORDS:
                 return rows * 4
             case Order.AWQ:

@@ -1,5 +1,5 @@
-"""Formats of packed weights and the layout of their panels. Belongs here: constants shared with csrc/src/layout.h.
-Never: checkpoints.
+"""Formats of packed weights, stored types, and the layout of panels. Belongs here: what the tables of csrc say about
+them (csrc/src/formats.h, stored.cc). Never: checkpoints.
 """
 
 from __future__ import annotations
@@ -7,41 +7,85 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Collection
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from proa.native.library import Signatures, library
+from proa.errors import NativeError
+from proa.native.library import REBUILD, Signatures, library
+from proa.native.tables import read_table
 
 PANEL_ROWS = 16  # csrc/src/layout.h
 
 
 class Format(IntEnum):
-    """A packed format: type of the quantised values and of their scales; values as in csrc/src/layout.h."""
+    """A packed format, by its name in the table of csrc/src/formats.h, which `facts` reads."""
 
     BF16 = 0
     FP16 = 1
-    FP8_ROW = 2  # e4m3, float32 scale per row and group
-    FP8_PANEL = 3  # e4m3, one float32 scale per panel (16 rows) and group: blocks of 128 x 128, whole tensors
-    MXFP8 = 4  # e4m3, e8m0 scale per row and 32 columns
+    FP8_ROW = 2
+    FP8_PANEL = 3
+    MXFP8 = 4
     INT8_F32 = 5
-    INT8_F16 = 6  # GGUF's Q8_0
-    INT4_F32 = 7  # (q - 8) * s
-    INT4_F16 = 8  # GGUF's Q4_0
+    INT8_F16 = 6
+    INT4_F32 = 7
+    INT4_F16 = 8
     INT4_BF16 = 9
-    UINT4_F32 = 10  # q * s + m
-    UINT4_F16 = 11  # GGUF's Q4_1
+    UINT4_F32 = 10
+    UINT4_F16 = 11
     UINT4_BF16 = 12
-    NVFP4 = 13  # e2m1, e4m3 scale per row and 16 columns, float32 factor
-    MXFP4 = 14  # e2m1, e8m0 scale per row and 32 columns
+    NVFP4 = 13
+    MXFP4 = 14
     Q4_K = 15
     Q6_K = 16
     Q5_K = 17
 
 
+ANY_GROUP = -1
+
+
+class FormatFacts(NamedTuple):
+    """A row of the table of formats: proa_format_info in csrc/include/proa/tables.h.
+
+    label: name of the form with the usual group. code, scale: types of the quantised values and of their scales. group:
+    columns that share a scale; 0: there are no scales; ANY_GROUP: 0 (all columns), or a multiple of 16. unit_values,
+    unit_words: a row's codes lie in units of so many codes in so many 32-bit words. has_min: a weight is code * scale +
+    minimum. integers: codes are small integers, or multiples of a half. block_groups: groups that share a second-level
+    scale. The last three: bytes for 16 rows, minimums included, of a group, of a block of groups, of the whole panel.
+    """
+
+    name: str
+    label: str
+    code: str
+    scale: str
+    group: int
+    usual_group: int
+    code_bits: int
+    unit_values: int
+    unit_words: int
+    has_min: bool
+    integers: bool
+    block_groups: int
+    scale_bytes: int
+    block_scale_bytes: int
+    tail_bytes: int
+
+
+@functools.cache
+def _formats() -> tuple[FormatFacts, ...]:
+    rows = read_table("proa_get_formats", FormatFacts)
+    _expect([(row.name.upper(), i) for i, row in enumerate(rows)], [(of.name, of.value) for of in Format])
+    return rows
+
+
+def facts(of: Format) -> FormatFacts:
+    """The facts of a format. Raises NativeError without a library."""
+    return _formats()[of]
+
+
 class Stored(IntEnum):
-    """Stored types whose scales, if any, are inside their blocks; values as in ggml. See csrc/src/stored.h."""
+    """Stored types whose scales, if any, are inside their blocks; values as in ggml. `stored_types` has their facts."""
 
     F32 = 0
     F16 = 1
@@ -75,11 +119,6 @@ class Code(IntEnum):
     SIGNED4 = 1007  # two's complement, otherwise as INT4
 
 
-CODES_PER_BYTE = {
-    Code.E4M3: 1, Code.INT8: 1, Code.UINT8: 1, Code.INT4: 2, Code.UINT4: 2, Code.E2M1: 2, Code.SIGNED4: 2,
-}  # fmt: skip
-
-
 class Order(IntEnum):
     """Storage order of a matrix; values as in csrc/src/coded.h."""
 
@@ -89,11 +128,49 @@ class Order(IntEnum):
     AWQ = 3  # [columns, rows] transposed; a 32-bit word packs eight rows of one column, in AWQ's order
 
 
+class StoredFacts(NamedTuple):
+    """A row of the table of stored types: proa_stored_info in tables.h. format: the packed format that holds the blocks
+    without rounding, in groups of `group` columns; negative: there is none."""
+
+    name: str
+    type: int
+    block_values: int
+    block_bytes: int
+    format: int
+    group: int
+
+
+@functools.cache
+def stored_types() -> dict[str, StoredFacts]:
+    """The facts of all stored types by name, codes included. Raises NativeError without a library."""
+    rows = read_table("proa_get_stored_types", StoredFacts)
+    ours = [(of.name, of.value) for of in (*Stored, *Code)]
+    _expect([(row.name, row.type) for row in rows], ours)
+    return {row.name: row for row in rows}
+
+
+def stored_facts(of: Stored | Code) -> StoredFacts:
+    """The facts of a stored type. Raises NativeError without a library."""
+    return stored_types()[of.name]
+
+
+def _expect(found: Collection[tuple[str, int]], ours: Collection[tuple[str, int]]) -> None:
+    """Compare the names and numbers of a table with those that this package declares."""
+    if differing := sorted(set(found) ^ set(ours)):
+        names = ", ".join(f"{name} ({number})" for name, number in differing)
+        raise NativeError(f"This Proa and its native library differ in {names}.", REBUILD)
+
+
 class Form(NamedTuple):
     """Packed format of a matrix. group: columns that share a scale; 0: all."""
 
     format: Format
     group: int
+
+
+def usual_forms() -> dict[str, Form]:
+    """Every format with the group that checkpoints usually have, by label. Raises NativeError without a library."""
+    return {row.label: Form(Format(i), row.usual_group) for i, row in enumerate(_formats())}
 
 
 BF16_FORM = Form(Format.BF16, 0)
@@ -111,20 +188,13 @@ class Kept:
     block_columns: int
 
 
-# GGUF type -> packed format; MXFP4 is in QUANTISED. A type without a format of its own is widened, losslessly.
-KEPT = {
-    "Q4_0": Kept(Format.INT4_F16, 32, 32),
-    "Q4_1": Kept(Format.UINT4_F16, 32, 32),
-    "Q5_0": Kept(Format.INT8_F16, 32, 32),
-    "Q8_0": Kept(Format.INT8_F16, 32, 32),
-    "Q2_K": Kept(Format.UINT4_F32, 16, 256),
-    "Q3_K": Kept(Format.INT4_F32, 16, 256),
-    "Q4_K": Kept(Format.Q4_K, 32, 256),
-    "Q5_K": Kept(Format.Q5_K, 32, 256),
-    "Q6_K": Kept(Format.Q6_K, 16, 256),
-    "IQ4_NL": Kept(Format.INT8_F16, 32, 32),
-    "IQ4_XS": Kept(Format.INT8_F32, 32, 256),
-}
+@functools.cache
+def gguf_kept() -> dict[str, Kept]:
+    """GGUF type -> packed format. A type without a format of its own is widened, losslessly. Raises NativeError without
+    a library."""
+    return {
+        of.name: Kept(Format(of.format), of.group, of.block_values) for of in stored_types().values() if of.format >= 0
+    }
 
 
 GROUPS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512, 1024)  # supported numbers of columns per scale
@@ -162,13 +232,16 @@ DUMMY = {
     "dummy mxfp4": Kept(Format.MXFP4, 32, 1),
 }
 
-_ALL_KEPT = KEPT | QUANTISED | DUMMY
+
+@functools.cache
+def _all_kept() -> dict[str, Kept]:
+    return gguf_kept() | QUANTISED | DUMMY
 
 
 def kept_form(stored: Collection[str], columns: int) -> Form:
     """The packed form of a stack of matrices stored with the types `stored`: lossless if all have one type that a
     packed format holds, else bfloat16."""
-    kept = _ALL_KEPT.get(next(iter(stored))) if len(stored) == 1 else None
+    kept = _all_kept().get(next(iter(stored))) if len(stored) == 1 else None
     return Form(kept.format, kept.group) if kept and columns % kept.block_columns == 0 else BF16_FORM
 
 
@@ -189,7 +262,12 @@ class PackSource(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _FormatKernels(ctypes.Structure):
+    _fields_ = [("digit_rows", c_int32), ("tile_rows", c_int32), ("wide_rows", c_int32)]
+
+
 _SIGNATURES: Signatures = {
+    "proa_get_format_kernels": (c_char_p, c_int, POINTER(_FormatKernels)),
     "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
     "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(PackSource), c_int, c_void_p, c_int64),
 }
@@ -198,6 +276,22 @@ _SIGNATURES: Signatures = {
 @functools.cache
 def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)
+
+
+class FormatKernels(NamedTuple):
+    """The kernels for a format by the number of rows, where a step may use any: integer products up to digit_rows,
+    matrix tiles from tile_rows on, weights expanded once for all rows from wide_rows on. 0: none of that kind."""
+
+    digit_rows: int
+    tile_rows: int
+    wide_rows: int
+
+
+def format_kernels(isa: str, of: Format) -> FormatKernels:
+    """The kernels of an instruction set, whether or not this CPU has it. Raises ValueError for an unknown name."""
+    found = _FormatKernels()
+    _native().proa_get_format_kernels(isa.encode(), of, ctypes.byref(found))
+    return FormatKernels(found.digit_rows, found.tile_rows, found.wide_rows)
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from proa.errors import NOT_FINITE, NativeError, NumericsError, ResourceError
 # Function -> the ctypes types of its parameters. All return an error code; see csrc/include/proa/native.h.
 Signatures = Mapping[str, tuple[Any, ...]]
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 PATH = Path(__file__).with_name("libproa_native.so")
 
-_REBUILD = "In a checkout run `make native`; else reinstall Proa: pip install --force-reinstall --no-deps proa."
+REBUILD = "In a checkout run `make native`; else reinstall Proa: pip install --force-reinstall --no-deps proa."
 _OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER, _NUMERICS = range(6)
 
 
@@ -70,7 +70,7 @@ class Library:
         try:
             return getattr(self._dll, name)  # not [name], which makes a new function each time
         except AttributeError:
-            raise NativeError(f"The native library {self.path} has no function {name}.", _REBUILD) from None
+            raise NativeError(f"The native library {self.path} has no function {name}.", REBUILD) from None
 
     def _check(self, code: int, function: Any, arguments: tuple[Any, ...]) -> int:
         if code != _OK:
@@ -88,21 +88,21 @@ def error_of(code: int, text: str) -> Exception:
         return NativeError(text)
     if code == _NUMERICS:
         return NumericsError(text, NOT_FINITE)
-    return NativeError(f"The native library failed with the unknown code {code}: {text}", _REBUILD)
+    return NativeError(f"The native library failed with the unknown code {code}: {text}", REBUILD)
 
 
 def _load(path: Path) -> ctypes.CDLL:
     if not path.is_file():
-        raise NativeError(f"Proa's native library is missing: there is no {path}.", _REBUILD)
+        raise NativeError(f"Proa's native library is missing: there is no {path}.", REBUILD)
     try:
         dll = ctypes.CDLL(str(path))
         version = dll.proa_abi_version()
     except (OSError, AttributeError) as error:
-        raise NativeError(f"Proa's native library {path} cannot be loaded: {error}.", _REBUILD) from error
+        raise NativeError(f"Proa's native library {path} cannot be loaded: {error}.", REBUILD) from error
     if version != ABI_VERSION:
         raise NativeError(
             f"Proa's native library {path} has ABI version {version}; this Proa needs {ABI_VERSION}.",
-            _REBUILD,
+            REBUILD,
         )
     dll.proa_last_error.argtypes = ()
     dll.proa_last_error.restype = ctypes.c_char_p

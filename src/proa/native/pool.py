@@ -29,7 +29,6 @@ _SIGNATURES: Signatures = {
     "proa_pool_destroy": (c_void_p,),
     "proa_pool_use": (c_void_p, POINTER(c_int32), c_int32),
     "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
-    "proa_pool_kill_worker_for_test": (c_void_p,),
 }
 _TEXT_BYTES = 256
 
@@ -112,10 +111,6 @@ class Pool:
         count = c_uint64()
         _native().proa_pool_redone(self.handle, ctypes.byref(count))
         return count.value
-
-    def kill_worker_for_test(self) -> None:
-        """Stop the thread of one worker, as if it had died."""
-        _native().proa_pool_kill_worker_for_test(self.handle)
 
     def close(self) -> None:
         """Stop the workers. They must be idle."""

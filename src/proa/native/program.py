@@ -35,12 +35,12 @@ class _LatentPages(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _RouterRule(ctypes.Structure):
+class RouterRule(ctypes.Structure):
+    """The rule that chooses experts: proa_router_rule in native.h, whose fields it has in their order."""
+
     _fields_ = [
-        *((name, c_int64) for name in ("experts", "top_k", "groups", "kept", "best_of")),
-        ("sigmoids", c_int), ("renormalise", c_int), ("scale", c_float), ("epsilon", c_float),
-        ("least", c_float),
-        ("correction", c_void_p),
+        *((name, c_int32) for name in ("experts", "top_k", "score", "renormalise", "groups", "kept", "best_of")),
+        *((name, c_float) for name in ("scale", "epsilon", "least")), ("correction", c_void_p),
     ]  # fmt: skip
 
 
@@ -67,8 +67,7 @@ _SIGNATURES: Signatures = {
     "proa_program_add_embed": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
     "proa_program_add_lookup": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
     "proa_program_add_rms_norm": (
-        c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64,
-        c_float, c_int64,
+        c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64, c_float, c_int64,
     ),
     "proa_program_add_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "proa_program_add_gated_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
@@ -76,7 +75,7 @@ _SIGNATURES: Signatures = {
     "proa_program_add_gated_delta": (c_void_p, POINTER(_GatedDelta)),
     "proa_program_add_rotary": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_route": (
-        c_void_p, c_void_p, c_int64, c_int, POINTER(_RouterRule), c_void_p, c_void_p,
+        c_void_p, c_void_p, c_int64, c_int, POINTER(RouterRule), c_void_p, c_void_p,
     ),
     "proa_program_add_best": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "proa_program_add_write_kv": (
@@ -141,23 +140,6 @@ class LatentCache:
 
     def struct(self) -> _LatentPages:
         return _LatentPages(self.rows, self.pages, self.page_tokens, self.latent, self.key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """The rule that chooses experts: proa_router_rule in csrc/include/proa/native.h. correction: address or None."""
-
-    experts: int
-    top_k: int
-    groups: int = 1
-    kept: int = 1
-    best_of: int = 1
-    sigmoids: bool
-    renormalise: bool
-    scale: float
-    epsilon: float
-    least: float
-    correction: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +222,7 @@ class Program:
     ) -> None:
         """apart: elements between the starts of consecutive groups of x; 0: the width."""
         _native().proa_program_add_rms_norm(
-            self._handle, x.address, x.stride, None, 0, weight, groups, width, eps, out.address, out.stride, offset,
-            apart,
+            self._handle, x.address, x.stride, weight, groups, width, eps, out.address, out.stride, offset, apart,
         )  # fmt: skip
 
     def add_add(self, x: Rows, y: Rows, width: int) -> None:
@@ -266,12 +247,10 @@ class Program:
             self._handle, x.address, x.stride, cos, sin, heads, head_dim, half, interleaved
         )
 
-    def add_route(self, logits: Rows, routing: Routing, ids: int, weights: int) -> None:
+    def add_route(self, logits: Rows, rule: RouterRule, ids: int, weights: int) -> None:
         """Append routing. Raises ValueError if groups do not divide the experts, or the kept groups hold fewer experts
         than top_k."""
-        _native().proa_program_add_route(
-            self._handle, logits.address, logits.stride, logits.wide, _RouterRule(**vars(routing)), ids, weights
-        )
+        _native().proa_program_add_route(self._handle, logits.address, logits.stride, logits.wide, rule, ids, weights)
 
     def add_argmax(self, logits: Rows, width: int, ids: int) -> None:
         """Append an argmax over float32 rows of `width`; ids int32, -1 for a row with a non-finite value."""

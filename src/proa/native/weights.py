@@ -18,12 +18,11 @@ from proa.native.pool import Pool
 
 
 class Activation(IntEnum):
-    """An activation function; values as in csrc/src/isa/kernels.h."""
+    """An activation function: PROA_ACTIVATION_* of native.h."""
 
     SILU = 0
-    GELU_TANH = 1
-    CLAMPED_SWIGLU = 2  # gpt-oss
-    RELU2 = 3  # relu(x)^2, without a gate
+    CLAMPED_SWIGLU = 1  # gpt-oss
+    RELU2 = 2  # squared ReLU, without a gate
 
 
 _SIGNATURES: Signatures = {

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from proa.models.spec import SILU, ExpertGroups, Gating
+from proa.models.spec import SILU, Gating
 from proa.native.formats import PANEL_ROWS
-from proa.native.program import Cache, Delta, Routing
+from proa.native.program import Cache, Delta
 from proa.native.weights import Matrix
 from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.choose import composed_choose
@@ -23,6 +23,7 @@ from proa.ops.packed import RowSink, Stack
 from proa.ops.parts import named_parts
 from proa.ops.recorder import Recorder as Recorder
 from proa.ops.recorder import rows_of
+from proa.ops.routing import native_rule
 from proa.ops.table import (
     Angles,
     AttentionBatch,
@@ -143,14 +144,11 @@ class CpuOps:
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
         """`slots` is ignored: a program has no padding rows."""
         ids, weights = self._to.new(rule.top_k, torch.int32), self._to.new(rule.top_k, torch.float32)
-        router, correction = rule.router, rule.correction
-        routing = Routing(
-            experts=logits.shape[1], top_k=rule.top_k, sigmoids=router.score == "sigmoid",
-            renormalise=router.renormalise, scale=router.scale, epsilon=router.epsilon, least=router.least,
-            correction=None if correction is None else self._to.keep(correction).data_ptr(),
-            **vars(router.groups or ExpertGroups(1, 1, 1)),
-        )  # fmt: skip
-        self._to.program.add_route(rows_of(logits), routing, ids.data_ptr(), weights.data_ptr())
+        if rule.router.held:
+            raise ValueError(f"the native kernels do not route for one of several ranks: {rule.router.held}")
+        correction = None if rule.correction is None else self._to.keep(rule.correction).data_ptr()
+        native = native_rule(logits.shape[1], rule, correction)
+        self._to.program.add_route(rows_of(logits), native, ids.data_ptr(), weights.data_ptr())
         return ids, weights
 
     def argmax(self, logits: Tensor) -> Tensor:

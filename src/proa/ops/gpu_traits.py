@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from proa.ops.sizes import E4M3_CAPABILITY
+
 # Compute capability -> shared memory that a thread block may use, in KiB (the SM's, minus what CUDA reserves).
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-_FIRST_WITH_E4M3 = 89
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class GpuTraits:
     @property
     def converts_e4m3(self) -> bool:
         """True if the GPU converts E4M3 in hardware."""
-        return self.capability >= _FIRST_WITH_E4M3
+        return self.capability >= E4M3_CAPABILITY
 
 
 def traits_of(device: torch.device) -> GpuTraits:

@@ -12,7 +12,7 @@ from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
 from proa.ops.bell_block import Bell
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+ACTIVATIONS = (Activation.SILU, Activation.CLAMPED_SWIGLU)
 
 
 @dataclass(frozen=True)

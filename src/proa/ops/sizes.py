@@ -13,6 +13,11 @@ BUCKET_STEP = 8
 
 # Most parts that split-KV attention cuts a sequence into; kernels are compiled for this many.
 MOST_SPLITS = 256
+MOST_HEAD_DIM, MOST_HEAD_GROUP = 256, 64  # of a GPU's attention: head dimension, query heads that share a KV head
+LATENT_HEADS = 64  # most heads per program of latent attention; smaller programs have fewer splits
+FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
+E4M3_CAPABILITY = 89  # first compute capability that converts E4M3, and whose tensor cores multiply it
+E4M3_COLUMNS = 128  # columns per scale of rows that are rounded to E4M3, if a row has several
 MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before the device is known
 
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule

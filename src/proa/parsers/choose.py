@@ -72,6 +72,10 @@ class AnswerFormat(Protocol):
     def calls(self) -> CallFormat | None:
         """The format of calls; None for gpt-oss' and where calls stay text."""
 
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends reasoning; empty if there is none."""
+
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         """Make the parser of one choice. tools: None if calls stay text; prompt: the rendered prompt; begun: the text
         of a final message that the answer continues."""
@@ -83,6 +87,7 @@ class TaggedFormat:
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, added: Mapping[int, str]) -> None:
         self.calls = calls
         self._reasoning = reasoning
+        self.reasoning_end = "" if reasoning is None else reasoning.close
         think = () if reasoning is None else (reasoning.open, reasoning.close)
         self._anchors = anchors((*think, *(() if calls is None else calls.markers)), added.values())
         self._kept = {
@@ -100,6 +105,7 @@ class HarmonyFormat:
     """gpt-oss' channels."""
 
     calls = None
+    reasoning_end = "<|end|>"
 
     def __init__(self, added: Mapping[int, str]) -> None:
         self._anchors: Anchors = anchors(harmony.MARKERS, added.values())

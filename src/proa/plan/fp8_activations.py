@@ -8,17 +8,16 @@ from dataclasses import replace
 from proa.errors import UsageError
 from proa.models.spec import Model
 from proa.native.formats import E4M3_FORMS
-from proa.ops.sizes import buckets
+from proa.ops.sizes import E4M3_CAPABILITY, E4M3_COLUMNS, buckets
 from proa.plan.budget import Demand
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan
 from proa.plan.vram import GRAPH_NODE_BYTES
 from proa.types import Decision
 
-LEAST_CAPABILITY = (8, 9)  # the first with E4M3 x E4M3 matrix instructions
 # Rows are rounded if tokens per expert, on average, are above the first and up to the second, or above the third.
 FEW_ABOVE, FEW_MOST, MANY_ABOVE = 10, 22, 64
-SCALE_COLUMNS, SCALE_BYTES = 128, 4
+SCALE_BYTES = 4
 GRAPH_NODES = 2  # further nodes per block: rows are rounded twice
 
 
@@ -33,7 +32,7 @@ def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> 
 
 def row_bytes(columns: int) -> int:
     """Bytes of a rounded row: codes, padded to whole groups, and their scales."""
-    return -(-columns // SCALE_COLUMNS) * (SCALE_COLUMNS + SCALE_BYTES)
+    return -(-columns // E4M3_COLUMNS) * (E4M3_COLUMNS + SCALE_BYTES)
 
 
 def fp8_rows(
@@ -45,7 +44,7 @@ def fp8_rows(
     """
     if not asked:
         return ()
-    if gpu.simulated or gpu.capability < LEAST_CAPABILITY:
+    if gpu.simulated or gpu.capability < divmod(E4M3_CAPABILITY, 10):
         has = "is simulated" if gpu.simulated else f"has {'.'.join(map(str, gpu.capability))}"
         raise UsageError(
             "--fp8-activations needs a GPU with FP8 matrix instructions, compute capability 8.9 or newer; "

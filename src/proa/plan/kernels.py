@@ -15,8 +15,6 @@ from proa.ops import sizes
 from proa.plan.device import best_effort
 
 CPU_MOST_DIM = 576  # head dimension: csrc/src/isa/attend.h
-GPU_MOST_DIM, GPU_MOST_GROUP = 256, 64  # head dimension; query heads per KV head: ops/triton/attention.py
-LATENT_HEADS = 64  # heads per program, at most: smaller programs have fewer splits
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,10 @@ def _attention_on_cpu(of: AttentionKernel) -> str:
 
 def _attention_on_gpu(of: AttentionKernel, gpu: Gpu) -> str:
     group = of.heads // of.kv_heads
-    if of.head_dim > GPU_MOST_DIM:
-        return f"heads have {of.head_dim} dimensions, more than {GPU_MOST_DIM}"
-    return "" if group <= GPU_MOST_GROUP else f"{group} query heads share a KV head, more than {GPU_MOST_GROUP}"
+    if of.head_dim > sizes.MOST_HEAD_DIM:
+        return f"heads have {of.head_dim} dimensions, more than {sizes.MOST_HEAD_DIM}"
+    most = sizes.MOST_HEAD_GROUP
+    return "" if group <= most else f"{group} query heads share a KV head, more than {most}"
 
 
 def _attention_floats(of: AttentionKernel, sequences: int) -> int:
@@ -95,7 +94,7 @@ def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
 
 
 def _latent_floats(of: LatentKernel, sequences: int) -> int:
-    splits = sizes.latent_splits(sequences, -(-of.heads // LATENT_HEADS), sizes.MOST_PROCESSORS)
+    splits = sizes.latent_splits(sequences, -(-of.heads // sizes.LATENT_HEADS), sizes.MOST_PROCESSORS)
     return sizes.attention_floats(sequences, of.heads, of.rank, splits)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from proa.config.options import ModelOptions
 from proa.models.names import Declared
 from proa.models.spec import Model
-from proa.native.formats import KEPT, QUANTISED
+from proa.native.formats import QUANTISED, gguf_kept
 from proa.plan.packed_size import dummy_types, mixed_stacks
 from proa.plan.plan import GpuPlan
 from proa.types import Decision
@@ -35,7 +35,8 @@ def weights_row(
         if asked.dummy_format != "bf16":
             why += f"; experts and linear layers in {asked.dummy_format}"
     elif got == "gguf":
-        kept = f"{', '.join(KEPT)} and MXFP4 stay quantised, widened losslessly if no packed format has the type; "
+        *first, last = gguf_kept()
+        kept = f"{', '.join(first)} and {last} stay quantised, widened losslessly if no packed format has the type; "
         kept += "others are rounded once to bfloat16"
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:

@@ -9,9 +9,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from proa.errors import ProaError
-from proa.server import generate, models, ollama, status
+from proa.server import generate, models, ollama, openapi, status
 from proa.server.dialect import error_response
-from proa.server.errors import ApiError, from_proa
+from proa.server.errors import ApiError, from_proa, json_response
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from proa.server.not_served import refusal_of
@@ -21,7 +21,7 @@ from proa.server.service import Service
 
 def build_app(service: Service) -> FastAPI:
     """Build the HTTP application described in docs/api.md. server/body.py parses bodies instead of FastAPI, so that
-    every error has its protocol's format; therefore there is no generated OpenAPI page."""
+    every error has its protocol's format; therefore server/openapi.py makes /openapi.json."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     _add_generating_routes(app, service)
     _add_ollama_routes(app, service)
@@ -30,6 +30,7 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(ProaError, _answer_proa_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
+    _add_description(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     app.add_middleware(RequestMiddleware, service=service, paths=paths)
     if service.options.cors_origin:
@@ -126,6 +127,17 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return status.metrics(service)
+
+
+def _add_description(app: FastAPI) -> None:
+    methods: dict[str, set[str]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            methods.setdefault(route.path_format, set()).update(route.methods or ())
+
+    @app.get("/openapi.json", response_model=None)
+    async def described() -> Response:
+        return json_response(openapi.description(methods))
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import msgspec
 from msgspec import UNSET
 
 from proa.errors import RequestError
@@ -13,7 +14,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import fitted, prompt_of, read_messages, read_tools, refuse_too_many
+from proa.server.prompts import Offer, fitted, forcing, offer_tools, prompt_of, read_messages, refuse_too_many
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -40,7 +41,15 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     refuse_too_many(llm, request.n, "n")
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
-    params = fitted(llm, prompt.tokens, params)
+    only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+    forced = forcing(llm, chat, prompt.tokens, _offer(request), only_one=only_one)
+    if forced and params.constraint is not None:
+        raise RequestError(
+            f"tool_choice forces a call, and {params.constraint.param} another form of the answer.",
+            "Send only one of them.",
+            param="tool_choice",
+        )
+    params = fitted(llm, prompt.tokens, msgspec.structs.replace(params, **forced))
     return Job(
         prompts=[prompt.tokens],
         params=params,
@@ -61,16 +70,19 @@ def as_chat(request: ChatRequest) -> Chat:
     variables = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
-    tools, choice = request.tools, request.tool_choice
-    if request.functions is not None:
-        tools, choice = [{"type": "function", "function": f} for f in request.functions], request.function_call
     return Chat(
         messages=read_messages(request.messages),
-        tools=read_tools(tools, choice),
+        tools=_offer(request).tools,
         template_kwargs=variables,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
+
+
+def _offer(request: ChatRequest) -> Offer:
+    if request.functions is None:
+        return offer_tools(request.tools, request.tool_choice)
+    return offer_tools([{"type": "function", "function": f} for f in request.functions], request.function_call)
 
 
 def _params(request: ChatRequest) -> SamplingParams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import time
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proa.obs.metrics import Outcome
 from proa.obs.units import format_duration
+from proa.server.access import Access
 from proa.server.dialect import error_response
 from proa.server.errors import ApiError, internal
 from proa.server.service import RequestRecord, Service
@@ -35,7 +35,7 @@ class RequestMiddleware:
         self._app = app
         self._service = service
         self._paths = frozenset(paths)
-        self._key = (service.options.api_key or "").encode()
+        self._access = Access(service.options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,21 +68,13 @@ class RequestMiddleware:
             self._record(scope, record, status)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._key and scope["path"] not in OPEN_PATHS and not self._has_key(Headers(scope=scope)):
-            refusal = ApiError(
-                401,
-                "invalid_api_key",
-                "The API key is missing or wrong. Send the header Authorization: Bearer KEY, or x-api-key: KEY.",
-                headers={"www-authenticate": "Bearer"},
-            )
-            await error_response(refusal, scope)(scope, receive, send)
-            return
+        if scope["path"] not in OPEN_PATHS:
+            try:
+                self._access.check(Headers(scope=scope), is_counted=scope["method"] == "POST")
+            except ApiError as refusal:
+                await error_response(refusal, scope)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-        return any(hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in given)
 
     def _record(self, scope: Scope, record: RequestRecord, status: int) -> None:
         seconds = time.monotonic() - record.started_s

@@ -15,6 +15,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -26,6 +27,7 @@ from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
 from proa.errors import EngineDead, ProaError, ResourceError, UsageError
 from proa.llm import AsyncLLM
+from proa.server.access import tls_context
 from proa.server.app import build_app
 from proa.server.connections import (
     ACCEPT_BATCH,
@@ -93,11 +95,11 @@ def _bind_error(error: OSError, host: str, port: int) -> ProaError:
     return UsageError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another address with --host.")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Return the URL for clients on this machine: the loopback address if the socket listens on all addresses."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve_on(
@@ -113,8 +115,8 @@ async def serve_on(
     `launch` finds the model and starts its engine. `announce` receives lines for the terminal: "listening on URL" at
     once, then, when the model is ready, how to call it. Raises the error that ended loading or the engine.
     """
-    service, url = Service(options, model), url_of(listener)
-    server = _Server(_uvicorn_config(service))
+    service, url = Service(options, model), url_of(listener, options.scheme)
+    server = _Server(_uvicorn_config(service), tls_context(options))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     announce(f"listening on {url}")
 
@@ -156,6 +158,10 @@ class _Server(uvicorn.Server):
     """uvicorn with the deadlines and limits of `connections`, and without its signal handlers, which would close the
     port instead of answering 503; `serve_on` has its own."""
 
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         opened = OpenConnections(raise_descriptor_limit())
@@ -163,9 +169,9 @@ class _Server(uvicorn.Server):
             await asyncio.get_running_loop().create_server(
                 lambda: Connection(self.config, self.server_state, opened),
                 sock=listener,
-                ssl=self.config.ssl,
+                ssl=self._tls,
                 backlog=ACCEPT_BATCH,
-                ssl_handshake_timeout=HEAD_S if self.config.ssl else None,
+                ssl_handshake_timeout=HEAD_S if self._tls else None,
             )
             for listener in sockets
         ]

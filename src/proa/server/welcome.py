@@ -10,8 +10,9 @@ from proa.config.options import ServerOptions
 
 def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     """Return commands and settings to paste into common clients; the API key itself is never shown."""
-    key = "$PROA_API_KEY" if options.api_key else "none"
-    authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if options.api_key else ""
+    needs_key = bool(options.api_key or options.api_key_file)
+    key = "$PROA_API_KEY" if needs_key else "none"
+    authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if needs_key else ""
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
     lines = [
         f"{model_name} is ready at {url}",
@@ -25,8 +26,8 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         "  Anthropic clients",
         f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
     ]
-    if options.api_key:
+    if needs_key:
         lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")
-    if not options.is_loopback and not options.api_key:
+    if not options.is_loopback and not needs_key:
         lines.append("  Note: every host that can reach this machine can use the model; --api-key KEY prevents that.")
     return "\n".join(lines)

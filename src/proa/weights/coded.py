@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode, to_float
-from proa.native.formats import CODES_PER_BYTE, PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
+from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Order, Stored, facts, stored_facts
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo, ends_too_early, place_of
 from proa.weights.source import AWQ_ROWS
 
@@ -43,7 +43,7 @@ class CodedFiles:
         """Locate rows from `first` and columns from `column` on in the file, up to the end of their matrix; rows are
         counted over all matrices of the tensor. Both are multiples of `stored_units`."""
         of = _quantised(info)
-        fd, per_byte = self._stream(of.codes.file).fileno(), CODES_PER_BYTE[of.code]
+        fd, per_byte = self._stream(of.codes.file).fileno(), stored_facts(of.code).block_values
         if of.order is not Order.ROWS:
             skipped = column if of.order is Order.AWQ else column // (4 * per_byte)
             start, scales = of.codes.offset + skipped * of.codes.row_bytes, self._scales(info, 0)
@@ -208,9 +208,8 @@ def _bad_nvfp4_scale(scales: TensorInfo, codes: Tensor, matrix: int) -> WeightsE
 def _as_kept(scales: Tensor, stored: str) -> Tensor:
     """Scales in the dtype of the packed format, which holds them exactly; float32 if no packed format keeps them."""
     kept = QUANTISED.get(stored)
-    match kept.format if kept else None:
-        case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
-            return scales
+    if kept and facts(kept.format).scale not in ("f32", "f32_panel"):
+        return scales
     if scales.dtype is not torch.uint8:
         return scales.float()
     powers = torch.empty(scales.shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows
-from proa.native.formats import DUMMY, PANEL_ROWS, Format, PackSource, Stored, pack
+from proa.native.formats import DUMMY, PANEL_ROWS, PackSource, Stored, facts, pack
 from proa.native.pool import Pool
 from proa.ops.table import Sink
 from proa.weights import random_pool
@@ -41,7 +41,7 @@ class CodedMatrices:
     def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None]) -> None:
         """flush: must call `pack`, then move what the sinks staged to its place, so that they have room again."""
         self.stored = f"dummy {dummy_format}"
-        self._form, self._group = DUMMY[self.stored].format, DUMMY[self.stored].group
+        self._facts, self._group = facts(DUMMY[self.stored].format), DUMMY[self.stored].group
         self._generator = torch.Generator().manual_seed(seed)
         self._codes, self._zero, self._rms = self._random_codes()
         self._scales: dict[float, tuple[Tensor, float]] = {}
@@ -84,11 +84,11 @@ class CodedMatrices:
 
     def _random_codes(self) -> tuple[Tensor, int, float]:
         """Random codes, one per byte; the code of zero; the root mean square of the decoded codes."""
-        match self._form:
-            case Format.FP8_PANEL:
+        match self._facts.code:
+            case "e4m3":
                 numbers = torch.randn(random_pool.POOL, generator=self._generator) * _E4M3_RMS
                 return numbers.to(torch.float8_e4m3fn).view(torch.uint8), 0, _E4M3_RMS
-            case Format.INT4_BF16:
+            case "int4":
                 return self._integers(1, 16), 8, _INT4_RMS
         return self._integers(0, 16), 0, _E2M1_RMS
 
@@ -100,12 +100,12 @@ class CodedMatrices:
         if std not in self._scales:
             scale, factor = std / self._rms, 1.0
             around = torch.rand(random_pool.POOL, generator=self._generator) * 0.2 + 0.9
-            match self._form:
-                case Format.FP8_PANEL:
+            match self._facts.scale:
+                case "f32_panel":
                     made = around * scale
-                case Format.INT4_BF16:
+                case "bf16":
                     made = (around * scale).bfloat16()
-                case Format.NVFP4:
+                case "e4m3":
                     made, factor = self._integers(0x37, 0x3A), scale  # E4M3 values near 1
                 case _:
                     low = math.floor(math.log2(scale))
@@ -118,7 +118,7 @@ class CodedMatrices:
         columns = to.to.columns
         scales, factor = self._scales_for(std)
         groups = -(-columns // self._group)
-        scale_rows = PANEL_ROWS if self._form is Format.FP8_PANEL else 1  # one row of scales per panel
+        scale_rows = PANEL_ROWS if self._facts.scale == "f32_panel" else 1  # one row of scales per panel
         first = start % (random_pool.POOL // 2) + before // scale_rows * groups
         source = PackSource(
             self._codes.data_ptr() + start + before * columns, columns,

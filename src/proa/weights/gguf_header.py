@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from proa.errors import WeightsError
+from proa.native.formats import Stored, stored_types
 from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.placeholder import refuse_placeholder
 
@@ -27,12 +28,12 @@ _TYPES = {
     27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
-# Types that can be loaded -> (elements, bytes) of a block.
-BLOCKS = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
-    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
-    "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
-}  # fmt: skip
+
+def blocks() -> dict[str, tuple[int, int]]:
+    """Types that can be loaded -> (elements, bytes) of a block. Raises NativeError without a native library."""
+    known = {of.name: stored_types()[of.name] for of in Stored if of is not Stored.F64}  # which GGUF files do not have
+    return {name: (of.block_values, of.block_bytes) for name, of in known.items()}
+
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
@@ -213,14 +214,15 @@ class _Cursor:
 
     def _locate(self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
+        known = blocks()
         for name, shape, type_id, offset in entries:
             kind = _TYPES.get(type_id, f"type {type_id}")
-            if kind not in BLOCKS:
+            if kind not in known:
                 raise WeightsError(
                     f"{self._file}: the tensor {name} is stored as {kind}, which is not implemented.",
-                    f"Use a GGUF file whose tensors are {', '.join(BLOCKS)}.",
+                    f"Use a GGUF file whose tensors are {', '.join(known)}.",
                 )
-            elems, block_bytes = BLOCKS[kind]
+            elems, block_bytes = known[kind]
             if shape[-1] % elems:
                 raise BrokenHeader(
                     f"the tensor {name} is {kind} {list(shape)}; rows of whole blocks of {elems} were expected"

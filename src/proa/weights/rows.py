@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
-from proa.native.formats import Order, Stored
+from proa.native.fill import StoredRows, to_float
+from proa.native.formats import Order, Stored, stored_types
 from proa.weights.coded import CodedFiles
-from proa.weights.gguf_header import BLOCKS
 from proa.weights.index import TensorInfo, ends_too_early
 from proa.weights.torch_bin import open_bin
 
@@ -80,8 +79,8 @@ class _FileRows:
         info = self._tensors[tensor]
         if info.quantised:
             return self._coded.stored(info, first, column)
-        block, block_bytes = BLOCKS.get(info.dtype) or (1, PLAIN_BYTES[Stored[info.dtype]])
-        start = info.offset + first * info.row_bytes + column // block * block_bytes
+        known = stored_types()[info.dtype]
+        start = info.offset + first * info.row_bytes + column // known.block_values * known.block_bytes
         order = Order.TRANSPOSED if transposed else Order.ROWS
         return StoredRows(Stored[info.dtype], start, info.row_bytes, self._stream.fileno(), order)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
-from proa.native.formats import CODES_PER_BYTE, PANEL_ROWS, Order
-from proa.weights.gguf_header import BLOCKS
+from proa.native.formats import PANEL_ROWS, Order, stored_facts, stored_types
 from proa.weights.index import TensorInfo
 
 AWQ_ROWS = 8  # an int32 word holds a column of so many rows
@@ -65,8 +64,9 @@ def stored_units(info: TensorInfo) -> tuple[int, int]:
     """
     of = info.quantised
     if of is None:
-        return 1, BLOCKS.get(info.dtype, (1, 0))[0]
-    codes = CODES_PER_BYTE[of.code] * (1 if of.order is Order.ROWS else 4)
+        known = stored_types().get(info.dtype)
+        return 1, known.block_values if known else 1
+    codes = stored_facts(of.code).block_values * (1 if of.order is Order.ROWS else 4)
     group = of.group if of.ordered and of.group else 1
     rows = AWQ_ROWS if of.order is Order.AWQ else PANEL_ROWS if of.scale_rows > 1 else 1
     return rows, lcm(codes, group)

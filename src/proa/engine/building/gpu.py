@@ -25,6 +25,7 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
+from proa.engine.building.start_time import WARM_UP_S, within
 from proa.engine.building.timeline import Timeline
 from proa.engine.building.warm_up import warm_up
 from proa.engine.count_saver import CountSaver
@@ -134,7 +135,8 @@ class GpuBuild:
             self.model, caches, step_limits(plan), queue, self._ops, self._hybrid, deterministic=plan.deterministic
         )
         self._timeline.mark("caches")
-        self._decisions.append(warm_up(executor.warm_ups(compiled=self._compiling.progress.complete), report))
+        tasks = executor.warm_ups(compiled=self._compiling.progress.complete)
+        self._decisions.append(warm_up(tasks, report, within(WARM_UP_S)))
         watch(_note_late)
         self._decisions.append(STEP_AHEAD)
         return Runner(executor, plan.page_tokens)

@@ -10,20 +10,19 @@ from proa.obs.progress import WARMING
 from proa.obs.units import format_duration
 from proa.types import Decision
 
-MOST_S = 15.0  # tasks that have not begun by then are left to the steps that first need them
-
 
 def warm_up(
     tasks: Sequence[Callable[[], None]],
     report: Callable[[Loading], None],
+    go_on: Callable[[], bool],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Decision:
-    """Run the tasks, the most needed first, until MOST_S have passed. Returns the start-up table's row with the
-    count."""
+    """Run the tasks, the most needed first, as long as `go_on` is true (start_time.py). Returns the start-up table's
+    row with the count."""
     begin, done = clock(), 0
     for task in tasks:
         report(Loading(WARMING, done, len(tasks)))
-        if clock() - begin > MOST_S:
+        if not go_on():
             break
         task()
         done += 1

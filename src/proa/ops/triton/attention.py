@@ -16,16 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.caches import KvPages
-from proa.ops.sizes import MOST_SPLITS, attention_floats
+from proa.ops.sizes import FEW_SEQUENCES, MOST_HEAD_DIM, MOST_HEAD_GROUP, MOST_SPLITS, attention_floats
 from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # initial maximum: finite, so that no difference is NaN
-PREFILL_TILE = 64  # query rows x heads of a group
-FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
+PREFILL_TILE = MOST_HEAD_GROUP  # query rows x heads of a group
 PART = 32  # splits combined at once
-MOST_DIM = 256  # largest head_dim
 
 
 @dataclass(frozen=True)
@@ -319,8 +317,8 @@ def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softm
     kv_heads = cache.keys.shape[2]
     if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim:
         raise ValueError(f"q {tuple(q.shape)} does not fit a cache {tuple(cache.keys.shape)}")
-    if dim > MOST_DIM:
-        raise ValueError(f"head_dim must be at most {MOST_DIM}, not {dim}")
+    if dim > MOST_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MOST_HEAD_DIM}, not {dim}")
     if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
         raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have contiguous heads")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import Located, Residency
+from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.bell import JOB_NUMBER, PAIRS, arrive
 from proa.ops.triton.locate import places
@@ -26,7 +27,6 @@ from proa.ops.triton.route import (
     best_experts,
     check_rule,
     experts_of_lanes,
-    rule_constants,
 )
 from proa.ops.triton.variant import Variant
 
@@ -154,14 +154,9 @@ def choose(
             x, y, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.arrived,
             out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
             residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
-            x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width,
-            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
-            **_constants(experts, width, rule), ALONE=rows == 1, num_warps=_WARPS,
+            x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width, norm.eps, norm.offset,
+            **rule_arguments(experts, rule), COLUMNS=triton.next_power_of_2(width), ALONE=rows == 1, num_warps=_WARPS,
         )  # fmt: skip
-
-
-def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
-    return rule_constants(experts, rule) | {"COLUMNS": triton.next_power_of_2(width)}
 
 
 def check_asked(x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule) -> None:
@@ -205,9 +200,7 @@ def _check(
 def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "y", "weight", "router", "total", "normed"), "*bf16")
     types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64")
-    types |= dict.fromkeys(("logits", "weights"), "*fp32") | dict.fromkeys(
-        ("eps", "offset", "scale", "epsilon", "least"), "fp32"
-    )
+    types |= dict.fromkeys(("logits", "weights"), "*fp32") | dict.fromkeys(("eps", "offset", *NUMBERS), "fp32")
     types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32")
     types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
@@ -223,6 +216,6 @@ def variants() -> Iterator[Variant]:
         more |= bell if experts in (128, 256) else {}
         absent = dict.fromkeys(name for name in optional if name not in more)
         width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
-        constants = _constants(experts, width, RouterRule(top_k, router)) | absent
-        constants["ALONE"] = experts == 128
+        constants = rule_constants(experts, RouterRule(top_k, router)) | absent
+        constants |= {"COLUMNS": triton.next_power_of_2(width), "ALONE": experts == 128}
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

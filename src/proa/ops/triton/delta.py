@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.caches import RecurrentState
+from proa.ops.sizes import FEW_SEQUENCES
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
 from proa.ops.triton import delta_chunks
 from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
@@ -30,7 +31,6 @@ FEW_STATES = 4
 FEW_ROWS = 32
 ALL_ROWS = 2**31 - 1
 NORM_ROWS = 8  # rows per program of the norm, if there are many rows
-FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
 
 
 @triton.jit(do_not_specialize=["sequences"])  # varies from step to step

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from proa.ops.caches import RecurrentState
 from proa.ops.sizes import DELTA_CHUNK as CHUNK
-from proa.ops.sizes import delta_chunk_floats
+from proa.ops.sizes import FEW_SEQUENCES, delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
-from proa.ops.triton.attention import FEW_SEQUENCES, rows_of_tile
+from proa.ops.triton.attention import rows_of_tile
 from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 

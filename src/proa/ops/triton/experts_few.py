@@ -18,7 +18,7 @@ from proa.native.formats import BF16_FORM, Form, Format, Layout
 from proa.native.weights import Activation
 from proa.ops import pieces
 from proa.ops.residency import ExpertShape, PairBias
-from proa.ops.triton.formats import EXAMPLES
+from proa.ops.triton.formats import examples
 from proa.ops.triton.panels import ROWS, activated, bias_at, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
@@ -148,7 +148,7 @@ def variants() -> Iterator[Variant]:
     aligned = ("x", "address", "out", "x_row", "out_row")
     plain = (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408))
     cases = [(of, name) for of in plain for name in ("up of few", "up", "down")]
-    cases += [(ExpertShape(2048, 768, form), "up") for form in EXAMPLES]
+    cases += [(ExpertShape(2048, 768, form), "up") for form in examples()]
     mxfp4 = Form(Format.MXFP4, 32)
     gpt_oss = ExpertShape(2880, 2880, mxfp4, mxfp4, Activation.CLAMPED_SWIGLU, 7.0)
     biased = [(gpt_oss, "up"), (gpt_oss, "down"), (replace(gpt_oss, up_form=BF16_FORM), "up of few")]

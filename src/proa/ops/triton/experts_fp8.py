@@ -15,10 +15,10 @@ from torch import Tensor
 from proa.native.formats import E4M3_FORMS, Form, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
-from proa.ops.sizes import most_blocks
+from proa.ops.sizes import E4M3_CAPABILITY, most_blocks
 from proa.ops.triton.experts_few import of_pairs
 from proa.ops.triton.experts_grouped import Groups, block_tokens
-from proa.ops.triton.fp8_rows import LEAST_CAPABILITY, Fp8Rows, fp8_rows, suits
+from proa.ops.triton.fp8_rows import Fp8Rows, fp8_rows, suits
 from proa.ops.triton.panels import ROWS, activated, bias_at
 from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up, in_order
 from proa.ops.triton.variant import Variant
@@ -151,4 +151,4 @@ def variants() -> Iterator[Variant]:
             }
             made |= {} if biased else {"ids": None, "bias": None}
             given = types | {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if biased else {})
-            yield Variant(_block, given, made, warps=tile.warps, aligned=aligned, least=LEAST_CAPABILITY)
+            yield Variant(_block, given, made, warps=tile.warps, aligned=aligned, least=E4M3_CAPABILITY)

@@ -20,7 +20,7 @@ from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.sizes import BLOCK_TOKENS, most_blocks, order_entries
 from proa.ops.triton.experts_few import of_pairs
-from proa.ops.triton.formats import EXAMPLES
+from proa.ops.triton.formats import examples
 from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
 from proa.ops.triton.panels_first import panels_first
@@ -254,7 +254,7 @@ def variants() -> Iterator[Variant]:
         for size in BLOCK_TOKENS
         for up in (True, False)
     ]
-    cases += [(ExpertShape(2048, 768, down_form=form), False, size) for form in EXAMPLES for size in (16, 128)]
+    cases += [(ExpertShape(2048, 768, down_form=form), False, size) for form in examples() for size in (16, 128)]
     mxfp4 = Form(Format.MXFP4, 32)
     gpt_oss = ExpertShape(2880, 2880, mxfp4, mxfp4, Activation.CLAMPED_SWIGLU, 7.0)
     plain = replace(gpt_oss, up_form=BF16_FORM, down_form=BF16_FORM)

@@ -11,42 +11,17 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from proa.native.formats import Form, Format
-
-# Values per 32-bit word, and words per line and row.
-VALUES = {form: 2 if form <= Format.FP16 else 4 if form <= Format.INT8_F16 else 8 for form in Format} | {
-    Format.Q6_K: 16, Format.Q5_K: 16
-}  # fmt: skip
-LINE_WORDS = dict.fromkeys(Format, 1) | {Format.Q6_K: 3, Format.Q5_K: 3}
-
-# One form per kind of code and of scale in checkpoints: these are compiled for every architecture.
-EXAMPLES = (
-    Form(Format.FP16, 0), Form(Format.FP8_ROW, 0), Form(Format.FP8_PANEL, 128), Form(Format.MXFP8, 32),
-    Form(Format.INT8_F16, 32), Form(Format.INT4_F16, 32), Form(Format.INT4_BF16, 128), Form(Format.UINT4_F32, 32),
-    Form(Format.UINT4_F16, 32), Form(Format.NVFP4, 16), Form(Format.MXFP4, 32), Form(Format.Q4_K, 32),
-    Form(Format.Q6_K, 16), Form(Format.Q5_K, 32),
-)  # fmt: skip
-
-# Type of the codes in a word, and of a group's scale. Unsigned codes ("u..") have minimums; "e4m3" has NaN.
-_CODES = {
-    Format.BF16: "bf16", Format.FP16: "fp16", Format.FP8_ROW: "e4m3", Format.FP8_PANEL: "e4m3", Format.MXFP8: "e4m3",
-    Format.INT8_F32: "int8", Format.INT8_F16: "int8", Format.INT4_F32: "int4", Format.INT4_F16: "int4",
-    Format.INT4_BF16: "int4", Format.UINT4_F32: "uint4", Format.UINT4_F16: "uint4", Format.UINT4_BF16: "uint4",
-    Format.NVFP4: "e2m1", Format.MXFP4: "e2m1", Format.Q4_K: "uint4", Format.Q6_K: "six",
-    Format.Q5_K: "usix",
-}  # fmt: skip
-_SCALES = {
-    Format.BF16: "none", Format.FP16: "none", Format.FP8_ROW: "f32", Format.FP8_PANEL: "panel", Format.MXFP8: "e8m0",
-    Format.INT8_F32: "f32", Format.INT8_F16: "f16", Format.INT4_F32: "f32", Format.INT4_F16: "f16",
-    Format.INT4_BF16: "bf16", Format.UINT4_F32: "f32", Format.UINT4_F16: "f16", Format.UINT4_BF16: "bf16",
-    Format.NVFP4: "e4m3", Format.MXFP4: "e8m0", Format.Q4_K: "q4_k", Format.Q6_K: "q6_k",
-    Format.Q5_K: "q4_k",
-}  # fmt: skip
+from proa.native.formats import BF16_FORM, Form, Format, facts, usual_forms
 
 
 def names(of: Format) -> dict[str, object]:
-    """Constants of a kernel that decodes the format."""
-    return {"CODE": _CODES[of], "SCALE": _SCALES[of]}
+    """Constants of a kernel that decodes the format: the types of its code and scale in the table of formats."""
+    return {"CODE": facts(of).code, "SCALE": facts(of).scale}
+
+
+def examples() -> list[Form]:
+    """Every format but bfloat16 with a usual group: these are compiled for every architecture."""
+    return [form for form in usual_forms().values() if form != BF16_FORM]
 
 
 @constexpr_function
@@ -57,18 +32,18 @@ def unit_of(code):
 
 @constexpr_function
 def line_words(code):
-    return 3 if code == "six" or code == "usix" else 1
+    return 3 if code == "int6" or code == "uint6" else 1
 
 
 @constexpr_function
 def has_minimum(code):
-    return code == "uint4" or code == "usix"
+    return code == "uint4" or code == "uint6"
 
 
 @constexpr_function
 def by_group(code, scale, group, padded):
     """True if scales or minimums vary within a row, so that they are applied per group."""
-    return code == "uint4" or code == "usix" or (scale != "none" and group < padded)
+    return code == "uint4" or code == "uint6" or (scale != "none" and group < padded)
 
 
 @triton.jit
@@ -154,7 +129,7 @@ def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
     """Value i of six-bit lines; low: the word with its low bits."""
     upper = ((high >> (16 * (i % 2) + 2 * (i // 2))) & 3) << 4
     bits = ((low >> (16 * (i % 2) + 4 * (i // 2 % 4))) & 15) | upper
-    return _integer(bits, 0, 6, 32 if CODE == "six" else 0)
+    return _integer(bits, 0, 6, 32 if CODE == "int6" else 0)
 
 
 @triton.jit
@@ -166,7 +141,7 @@ def not_numbers(words):
 @triton.jit
 def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
     """Scales, float32, of groups and rows of a panel whose scales begin at `area` (int32); arguments broadcast."""
-    if SCALE == "panel":
+    if SCALE == "f32_panel":
         return tl.load(area.to(tl.pointer_type(tl.float32)) + group)
     elif SCALE == "e8m0":
         code = tl.load(area.to(tl.pointer_type(tl.uint8)) + group * 16 + row).to(tl.int32)
@@ -174,11 +149,11 @@ def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
     elif SCALE == "e4m3":
         code = tl.load(area.to(tl.pointer_type(tl.uint8)) + 64 + group * 16 + row).to(tl.int16)
         return (code << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif SCALE == "q4_k":
+    elif SCALE == "block8":
         block = area.to(tl.pointer_type(tl.uint8)) + (group // 8) * 320
         factor = tl.load(block + 64 + (group % 8) * 32 + row).to(tl.float32)
         return tl.load(block.to(tl.pointer_type(tl.float16)) + row).to(tl.float32) * factor
-    elif SCALE == "q6_k":
+    elif SCALE == "block16":
         block = area.to(tl.pointer_type(tl.int8)) + (group // 16) * 288
         factor = tl.load(block + 32 + (group % 16) * 16 + row).to(tl.float32)
         return tl.load(block.to(tl.pointer_type(tl.float16)) + row).to(tl.float32) * factor
@@ -189,7 +164,7 @@ def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def minimum(area, group, row, SCALE: tl.constexpr):
     """Minimums, which are added to code * scale; arguments as in `scale`."""
-    if SCALE == "q4_k":
+    if SCALE == "block8":
         block = area.to(tl.pointer_type(tl.uint8)) + (group // 8) * 320
         factor = tl.load(block + 80 + (group % 8) * 32 + row).to(tl.float32)
         return tl.load(block.to(tl.pointer_type(tl.float16)) + 16 + row).to(tl.float32) * -factor

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.native.formats import E4M3_FORMS, Form, Layout
+from proa.ops.sizes import E4M3_CAPABILITY
+from proa.ops.sizes import E4M3_COLUMNS as COLUMNS
 from proa.ops.triton.kv_codes import to_e4m3
 from proa.ops.triton.variant import Variant
 
-COLUMNS = 128  # columns per scale if a row has several, as in E4M3_FORMS; rows of codes are padded to a multiple
-LEAST_CAPABILITY = 89  # first compute capability whose tensor cores multiply e4m3
 _SPAN, _WARPS = 1024, 4
 LEAST: tl.constexpr = tl.constexpr(2.0**-100)  # lower bound of max|x|, so that 448 / max|x| is finite
 
@@ -135,4 +135,4 @@ def variants() -> Iterator[Variant]:
     types = {"x": "*bf16", "codes": "*i32", "scales": "*fp32", "x_row": "i32"}
     for columns, groups in ((2048, 1), (2048, 16), (2880, 23)):
         aligned = ("x", "codes", "scales", "x_row")
-        yield Variant(_round_rows, types, _constants(columns, groups), _WARPS, aligned=aligned, least=LEAST_CAPABILITY)
+        yield Variant(_round_rows, types, _constants(columns, groups), _WARPS, aligned=aligned, least=E4M3_CAPABILITY)

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.caches import LatentPages
-from proa.ops.sizes import MOST_SPLITS, attention_floats, latent_splits
-from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, rows_of_tile
+from proa.ops.sizes import FEW_SEQUENCES, LATENT_HEADS, MOST_SPLITS, attention_floats, latent_splits
+from proa.ops.triton.attention import LOG2E, LOWEST, rows_of_tile
 from proa.ops.triton.variant import Variant
 
 LEAST_SHARE = 64  # fewest tokens of a split: its partial result per head is as long as four of them
@@ -276,7 +276,7 @@ def decode_shape(heads: int, shared_bytes: int) -> TileShape:
         return TileShape(16, 32, 8, 5) if heads <= 16 else TileShape(32, 16, 8, 5)
     if heads <= 32:
         return TileShape(16, 32, 8, 7) if heads <= 16 else TileShape(32, 32, 8, 5)
-    return TileShape(64, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
+    return TileShape(LATENT_HEADS, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
 
 
 def prefill_shape(shared_bytes: int) -> TileShape:

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import PANEL_ROWS, Form, Format, Layout, layout
-from proa.ops.triton.formats import LINE_WORDS, VALUES
+from proa.native.formats import PANEL_ROWS, Form, Format, Layout, facts, layout
 from proa.ops.triton.panels import ROWS, columns_of, constants, panel_products, panel_sums
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
 from proa.ops.triton.variant import Variant
@@ -76,7 +75,7 @@ class _Grid:
 
 
 def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
-    panel_lines = of.padded_columns // VALUES[of.format]
+    panel_lines = of.padded_columns // facts(of.format).unit_values
     stage = _lines(panel_lines, of, tile.lines) if tile.tokens == 1 else columns_of(of, tile.lines)
     blocks, parts = max(1, triton.cdiv(tokens, tile.tokens)), triton.cdiv(of.panels, tile.panels)
     steps = triton.cdiv(panel_lines, stage)
@@ -89,7 +88,7 @@ def _lines(panel_lines: int, of: Layout, most: int) -> int:
     """Lines per stage: as many as allowed, overshooting the panel's end by at most an eighth if possible. For lines of
     several words half as many, so that each thread still loads 16 bytes.
     """
-    lines = most // (2 if LINE_WORDS[of.format] > 1 else 1)
+    lines = most // (2 if facts(of.format).unit_words > 1 else 1)
     while lines > 16 and triton.cdiv(panel_lines, lines) * lines * 8 > panel_lines * 9:
         lines //= 2
     return lines

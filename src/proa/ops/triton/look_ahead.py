@@ -19,10 +19,11 @@ from torch import Tensor
 
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.bell_block import BellBlock
+from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.bell import ring
 from proa.ops.triton.choose import RouterRows, check_asked
-from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, experts_of_lanes, rule_constants
+from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, experts_of_lanes
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS = FORESEEN_ROWS
@@ -110,13 +111,9 @@ def look_ahead(
             x, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.state, cpu,
             block.foreseen, block.foreseen_ids, layer,
             x.stride(0), router.weight.stride(0), space.logits.stride(0), width,
-            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
-            **_constants(experts, width, rule), ALONE=rows == 1, num_warps=_WARPS,
+            norm.eps, norm.offset,
+            **rule_arguments(experts, rule), COLUMNS=triton.next_power_of_2(width), ALONE=rows == 1, num_warps=_WARPS,
         )  # fmt: skip
-
-
-def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
-    return rule_constants(experts, rule) | {"COLUMNS": triton.next_power_of_2(width)}
 
 
 def _check(x: Tensor, norm: Norm, router: RouterRows, slots: Tensor, cpu: Tensor, rule: RouterRule) -> None:
@@ -131,13 +128,13 @@ def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "weight", "router"), "*bf16") | {"slots": "*i64", "logits": "*fp32", "layer": "i32"}
     types |= dict.fromkeys(("state", "cpu_table", "foreseen", "to_ids"), "*i32")
     types |= dict.fromkeys(("x_row", "router_row", "logits_row", "width"), "i32")
-    types |= dict.fromkeys(("eps", "offset", "scale", "epsilon", "least"), "fp32")
+    types |= dict.fromkeys(("eps", "offset", *NUMBERS), "fp32")
     aligned = ("x", "weight", "router", "logits", "x_row", "router_row", "width")
     for experts, top_k, router in SOME_RULES:
         more = {"correction": "*fp32"} if router.correction else {}
         more |= {"router_bias": "*bf16"} if router.linear_bias else {}
         absent = dict.fromkeys(name for name in ("correction", "router_bias") if name not in more)
         width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
-        constants = _constants(experts, width, RouterRule(top_k, router)) | absent
-        constants["ALONE"] = experts == 128
+        constants = rule_constants(experts, RouterRule(top_k, router)) | absent
+        constants |= {"COLUMNS": triton.next_power_of_2(width), "ALONE": experts == 128}
         yield Variant(_look_ahead, types | more, constants, warps=_WARPS, aligned=aligned)

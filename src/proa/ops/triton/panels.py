@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from proa.native.formats import PANEL_ROWS, Format, Layout
+from proa.native.formats import PANEL_ROWS, Format, Layout, facts
 from proa.ops.triton import formats
-from proa.ops.triton.formats import LINE_WORDS, VALUES
 
 ROWS = tl.constexpr(PANEL_ROWS)
 WIDE = tl.constexpr(64)  # rows from which on Hopper's wgmma, which reads weights from shared memory, applies
@@ -23,16 +22,16 @@ WIDE = tl.constexpr(64)  # rows from which on Hopper's wgmma, which reads weight
 def constants(of: Layout, columns: int) -> dict[str, object]:
     """Constants of a kernel that multiplies with packed weights; columns: those in use, without padding."""
     return {
-        "COLUMNS": columns, "PANEL_LINES": of.padded_columns // VALUES[of.format],
+        "COLUMNS": columns, "PANEL_LINES": of.padded_columns // facts(of.format).unit_values,
         "PANEL_WORDS": of.panel_bytes // 4, "COUNT": of.panels, "GROUP": of.group or of.padded_columns,
-        "VALUES": VALUES[of.format], **formats.names(of.format),
+        "VALUES": facts(of.format).unit_values, **formats.names(of.format),
     }  # fmt: skip
 
 
 def lines_of(of: Layout, most: int) -> int:
     """Lines per stage with as many bytes as `most` lines of one word, and few lines beyond the panel's end."""
-    lines = most // (4 if LINE_WORDS[of.format] > 1 else 1)
-    panel_lines = of.padded_columns // VALUES[of.format]
+    lines = most // (4 if facts(of.format).unit_words > 1 else 1)
+    panel_lines = of.padded_columns // facts(of.format).unit_values
     while of.format is not Format.BF16 and lines > 16 and panel_lines % lines:
         lines //= 2
     return lines
@@ -40,7 +39,7 @@ def lines_of(of: Layout, most: int) -> int:
 
 def columns_of(of: Layout, bf16_lines: int) -> int:
     """Lines per stage with as many columns as `bf16_lines` lines of bfloat16, at least 4."""
-    return max(4, bf16_lines * VALUES[Format.BF16] // VALUES[of.format])
+    return max(4, bf16_lines * facts(Format.BF16).unit_values // facts(of.format).unit_values)
 
 
 @triton.jit
@@ -404,13 +403,11 @@ def panel_rows(
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     """Apply an activation (values of native Activation) in float32. NaN propagates."""
-    tl.static_assert(ACTIVATION == 0 or ACTIVATION == 1 or ACTIVATION == 2)
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == 2:
+    else:
+        tl.static_assert(ACTIVATION == 1)
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
-    else:
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up

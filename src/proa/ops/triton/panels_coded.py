@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proa.native.formats import Layout
+from proa.native.formats import Layout, facts
 from proa.ops.triton import formats
-from proa.ops.triton.formats import LINE_WORDS, VALUES
 from proa.ops.triton.panels import ROWS, whole_stages
 
 MOST_ROWS = 16
@@ -25,10 +24,10 @@ def coded_columns(of: Layout) -> int | None:
 
     Few rows of weights and many columns are best where sums are scaled seldom (H200, docs/lab).
     """
-    values, scale = VALUES[of.format], formats.names(of.format)["SCALE"]
+    values, scale = facts(of.format).unit_values, formats.names(of.format)["SCALE"]
     before = scale == "e4m3"  # nvfp4: a code times its scale has at most 6 bits, exact in bfloat16
     group = of.padded_columns if before or not of.group else of.group
-    if LINE_WORDS[of.format] > 1 or values < 4:
+    if facts(of.format).unit_words > 1 or values < 4:
         return None
     most = (128, 64, 32) if values == 8 and not before else (64, 32)
     return next((columns for columns in most if group % columns == 0), None)

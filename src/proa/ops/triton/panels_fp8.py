@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from proa.native.formats import Layout
-from proa.ops.triton.fp8_rows import COLUMNS
+from proa.ops.sizes import E4M3_COLUMNS as COLUMNS
 from proa.ops.triton.panels import ROWS, constants
 
 
@@ -28,7 +28,7 @@ def fp8_constants(of: Layout) -> dict[str, object]:
 def _row_scales(area, group, SCALE: tl.constexpr, PANELS: tl.constexpr, PAIRED: tl.constexpr):
     """Load the weights' scales of a group: float32 [PANELS * ROWS]."""
     at = area.to(tl.pointer_type(tl.float32))[:, None]
-    if SCALE == "panel":
+    if SCALE == "f32_panel":
         return in_order(tl.broadcast_to(tl.load(at + group), [PANELS, ROWS]), PANELS, PAIRED)
     else:
         tl.static_assert(SCALE == "f32")

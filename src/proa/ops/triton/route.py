@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.models.spec import ExpertGroups, Router
+from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import RouterRule
 from proa.ops.triton.variant import Variant
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 _WARPS = 1  # so that reductions need no barrier
 LOWEST = tl.constexpr(-(2**31))
-_SCORES = {"softmax": 0, "sigmoid": 1}  # a new kind of score is a new branch of _scores
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def experts_of_lanes(EXPERTS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.cons
 
 @triton.jit
 def _scores(logits, exists, SCORE: tl.constexpr):
-    """Score of each expert, float32; all NaN if any logit is NaN."""
+    """Score of each expert, float32; all NaN if any logit is NaN. SCORE: a value of ops/routing.py's SCORES."""
     if SCORE == 0:
         logits = tl.where(exists, logits, float("-inf"))
         raised = tl.exp(logits - tl.max(logits, 0))
@@ -142,25 +142,14 @@ def _route(
     tl.store(weights + at, tl.where(real, values, 0.0), inside)
 
 
-def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
-    """Constants of `best_experts` for a rule."""
-    router = rule.router
-    groups = router.groups or ExpertGroups(1, 0, 1)
-    per_group = triton.next_power_of_2(experts // groups.groups)
-    return {
-        "EXPERTS": experts, "TOP_K": rule.top_k, "RENORMALISE": router.renormalise, "SCORE": _SCORES[router.score],
-        "GROUPS": groups.groups, "KEPT": groups.kept, "BEST_OF": groups.best_of,
-        "LANES": triton.next_power_of_2(groups.groups) * per_group, "PER_GROUP": per_group,
-        "CHOSEN": triton.next_power_of_2(rule.top_k),
-    }  # fmt: skip
-
-
 def check_rule(experts: int, rule: RouterRule) -> None:
     """Raise ValueError for rules that `best_experts` does not support."""
     if not 0 < rule.top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
         raise ValueError(
             f"top_k must be 1 to {MOST_CHOSEN} of at most {MOST_EXPERTS} experts, not {rule.top_k} of {experts}"
         )
+    if rule.router.held:
+        raise ValueError(f"the GPU's kernels do not route for one of several ranks: {rule.router.held}")
     if groups := rule.router.groups:
         size, rest = divmod(experts, groups.groups)
         fits = not rest and groups.best_of in (1, 2) and groups.best_of <= size and groups.kept <= groups.groups
@@ -192,9 +181,8 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights:
     if not tokens:
         return
     _route[(tokens,)](
-        logits, slots, rule.correction, ids, weights, logits.stride(0), rule.router.scale, rule.router.epsilon,
-        rule.router.least,
-        **rule_constants(experts, rule), num_warps=_WARPS,
+        logits, slots, rule.correction, ids, weights, logits.stride(0), **rule_arguments(experts, rule),
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -212,7 +200,7 @@ SOME_RULES = (  # (experts, top_k, router) of published models, and the largest
 
 def variants() -> Iterator[Variant]:
     types = {"logits": "*fp32", "slots": "*i64", "ids": "*i32", "weights": "*fp32", "logits_row": "i32"}
-    types |= dict.fromkeys(("scale", "epsilon", "least"), "fp32")
+    types |= dict.fromkeys(NUMBERS, "fp32")
     for experts, top_k, router in SOME_RULES:
         constants = rule_constants(experts, RouterRule(top_k, router))
         more = {"correction": "*fp32"} if router.correction else {}

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import PANEL_ROWS, Form, Format, Layout, layout
-from proa.ops.triton.formats import LINE_WORDS
+from proa.native.formats import PANEL_ROWS, Form, Format, Layout, facts, layout
 from proa.ops.triton.panels import ROWS, constants, panel_rows
 from proa.ops.triton.variant import Variant
 
@@ -54,7 +53,7 @@ def unpack(panels: Tensor, of: Layout, out: Tensor) -> None:
 
 
 def _constants(of: Layout) -> dict[str, object]:
-    known = constants(of, of.columns) | {"LINES": _LINES // (4 if LINE_WORDS[of.format] > 1 else 1)}
+    known = constants(of, of.columns) | {"LINES": _LINES // (4 if facts(of.format).unit_words > 1 else 1)}
     return {name: value for name, value in known.items() if name in _unpack.arg_names}
 
 

@@ -1,0 +1,93 @@
+"""Who may call the server, and how often: API keys and requests a minute for each key; the TLS certificate."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import ssl
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from proa.config.options import ServerOptions
+from proa.errors import UsageError
+from proa.server.errors import ApiError
+
+WINDOW_S = 60.0
+
+
+class Access:
+    """Checks API keys and rates. Raises UsageError if the file of keys cannot be used."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._keys = [key.encode() for key in (*options.api_key, *_keys_in(options.api_key_file))]
+        self._most = options.requests_per_minute
+        self._times_s: defaultdict[bytes, deque[float]] = defaultdict(deque)  # of requests in the window, by key
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._keys)
+
+    def check(self, headers: Mapping[str, str], *, is_counted: bool) -> None:
+        """Raise ApiError 401 without a valid key, 429 if it was used too often. is_counted: this request counts."""
+        key = self._key_of(headers)
+        if is_counted and self._most is not None:
+            self._count(key, self._most)
+
+    def _key_of(self, headers: Mapping[str, str]) -> bytes:
+        """Return the valid key of a request; b"" if the server has none."""
+        if not self._keys:
+            return b""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        for key in self._keys:
+            if any(hmac.compare_digest(one.strip().encode("latin-1"), key) for one in given):
+                return key
+        raise ApiError(
+            401,
+            "invalid_api_key",
+            "The API key is missing or wrong. Send the header Authorization: Bearer KEY, or x-api-key: KEY.",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+    def _count(self, key: bytes, most: int) -> None:
+        now_s, times_s = time.monotonic(), self._times_s[key]
+        while times_s and times_s[0] <= now_s - WINDOW_S:
+            times_s.popleft()
+        if len(times_s) >= most:
+            wait_s = math.ceil(times_s[0] + WINDOW_S - now_s)
+            message = f"This API key may send {most} requests a minute. Retry in {wait_s} s."
+            raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+        times_s.append(now_s)
+
+
+def _keys_in(path: str | None) -> list[str]:
+    """Read a file of keys: one a line; empty lines and those that begin with # do not count."""
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {path} cannot be read: {error}.", "Give a UTF-8 text file.") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UsageError(f"--api-key-file {path} has no key.", "Write one key a line.")
+    return keys
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """Load the certificate; None without one. Raises UsageError."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise UsageError("--ssl-keyfile is given without a certificate.", "Give --ssl-certfile FILE too.")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(
+            f"The certificate {options.ssl_certfile} cannot be used: {error}.",
+            "Give PEM files: --ssl-certfile with the certificate, --ssl-keyfile with its private key.",
+        ) from error
+    return context

@@ -1,0 +1,68 @@
+"""The OpenAPI description: made from the request classes that validate requests, and from the tables of fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from proa.server.fields import IGNORED, REFUSED, Endpoint
+from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from proa.server.replies import VERSION
+from proa.server.responses_schema import ResponsesRequest
+from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_SCHEMAS = "#/components/schemas/"
+POSTED: dict[str, tuple[Endpoint, type[ApiRequest]]] = {
+    "/v1/chat/completions": ("chat", ChatRequest),
+    "/v1/completions": ("completions", CompletionRequest),
+    "/v1/responses": ("responses", ResponsesRequest),
+    "/v1/messages": ("messages", MessagesRequest),
+    "/v1/messages/count_tokens": ("messages", CountTokensRequest),
+    "/api/chat": ("ollama", OllamaChatRequest),
+    "/api/generate": ("ollama", OllamaGenerateRequest),
+    "/api/show": ("ollama", OllamaShowRequest),
+    "/tokenize": ("tokenize", TokenizeRequest),
+    "/detokenize": ("tokenize", DetokenizeRequest),
+}
+
+
+def description(paths: dict[str, set[str]]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document. paths: of the server's routes, with their methods."""
+    components: dict[str, Any] = {}
+    described: dict[str, Any] = {}
+    for path, methods in paths.items():
+        operations = described.setdefault(path, {})
+        for method in sorted(methods):
+            operations[method.lower()] = {"responses": {"default": {"description": "see docs/api.md"}}}
+        if path in POSTED:
+            _, schema = POSTED[path]
+            operations["post"]["description"] = schema.__doc__
+            content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
+            operations["post"]["requestBody"] = {"required": True, "content": content}
+    for endpoint, schema in POSTED.values():
+        whole = schema.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        components.update(whole.pop("$defs", {}))
+        components[schema.__name__] = whole
+        whole["additionalProperties"] = True  # unknown fields are named in a header, or refused with --strict
+        whole["properties"].update(_not_implemented(endpoint, whole["properties"]))
+    key = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Proa", "version": VERSION, "description": "docs/api.md says what each field does."},
+        "paths": described,
+        "components": {"schemas": components, "securitySchemes": {"key": key}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _not_implemented(endpoint: Endpoint, implemented: dict[str, Any]) -> dict[str, Any]:
+    """Describe the refused and the ignored fields of an endpoint."""
+    fields = {}
+    for row in REFUSED:
+        if row.is_for(endpoint) and row.name not in implemented:
+            hint = f"Refused: not supported, and ignoring it would change the answer. {row.hint}".strip()
+            fields[row.name] = {"description": hint, "enum": [None, *row.neutral]}
+    for ignored in IGNORED:
+        if ignored.name not in implemented:
+            fields[ignored.name] = {"description": f"No effect: {ignored.why}."}
+    return fields

@@ -1,0 +1,92 @@
+"""API keys from flags and files, requests a minute, TLS."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes import Reply
+from proa.config.options import ServerOptions
+from proa.errors import UsageError
+from proa.server import access
+from proa.server.access import Access, tls_context
+from proa.server.errors import ApiError
+from proa.text.tokenizer import Tokenizer
+from served import Served
+
+
+def status_of(checked: Access, key: str, *, is_counted: bool = True) -> int:
+    try:
+        checked.check({"authorization": f"Bearer {key}"}, is_counted=is_counted)
+    except ApiError as error:
+        assert error.status == 401 or 0 < int(error.headers["retry-after"]) <= 60  # noqa: PT017
+        return error.status
+    return 200
+
+
+def test_keys_of_flags_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\none\n\n  two \n")
+    checked = Access(ServerOptions(api_key=("three", "four"), api_key_file=str(path)))
+    keys = ("one", "two", "three", "four", "five", "", "# ours")
+    assert [status_of(checked, key) for key in keys] == [200] * 4 + [401] * 3
+
+
+@pytest.mark.parametrize("content", [None, b"# none\n\n", b"\xff\xfe"])
+def test_files_without_keys_are_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match="--api-key-file"):
+        Access(ServerOptions(api_key_file=str(path)))
+
+
+def test_requests_a_minute_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now_s))
+    checked = Access(ServerOptions(api_key=("one", "two"), requests_per_minute=2))
+    assert [status_of(checked, "one") for _ in range(3)] == [200, 200, 429]
+    assert status_of(checked, "one", is_counted=False) == 200
+    assert status_of(checked, "two") == 200
+    now_s = 59.0
+    assert status_of(checked, "one") == 429
+    now_s = 60.0
+    assert [status_of(checked, "one") for _ in range(3)] == [200, 200, 429]
+
+
+def test_rates_without_keys(tokenizer: Tokenizer) -> None:
+    with Served(tokenizer, Reply(tokenizer.encode("Hi")), requests_per_minute=2) as served:
+        codes = [httpx.post(f"{served.url}/tokenize", json={"prompt": "x"}).status_code for _ in range(3)]
+        assert codes[2] == 429
+        assert httpx.get(f"{served.url}/health").status_code in (200, 503)
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command: list[Any] = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
+                          "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl program to make a certificate")
+    return cert, key
+
+
+def test_https(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    options: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
+    with Served(tokenizer, Reply(tokenizer.encode("Hi")), **options) as served:
+        assert served.url.startswith("https://127.0.0.1:")
+        assert httpx.get(f"{served.url}/version", verify=ssl.create_default_context(cafile=cert)).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(served.url.replace("https", "http") + "/version")
+    with pytest.raises(UsageError, match="ssl-keyfile is given"):
+        tls_context(ServerOptions(ssl_keyfile=str(key)))
+    with pytest.raises(UsageError, match="cannot be used"):
+        tls_context(ServerOptions(ssl_certfile=str(tmp_path / "none")))
