@@ -22,6 +22,7 @@ from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool
@@ -46,11 +47,13 @@ class Split:
     way: Way = Way.NUMBER
 
     def placement(self, spec: Model) -> Placement:
-        resident = []
-        for moe in (block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)):
-            count = round(moe.experts * self.share)
-            resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
-        return Placement(tuple(resident), self.inclusive, self.spare)
+        owners = {}
+        for number, moe in enumerate(block.ffn for block in spec.blocks):
+            if isinstance(moe, Moe):
+                count = round(moe.experts * self.share)
+                resident = {i * moe.experts // count for i in range(count)}
+                owners[number] = tuple(0 if e in resident else CPU for e in range(moe.experts))
+        return Placement(owners, self.inclusive, self.spare)
 
 
 @dataclass
@@ -95,7 +98,7 @@ def load_split(
             if cuda
             else reference(torch.bfloat16, hybrid.new_experts)
         )
-        model = Decoder(spec, ops)
+        model, device_ops = Decoder(spec, ops), _cuda("ops.cuda_device").device_ops(at) if cuda else None
         targets = {
             name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target
             for name, target in model.parameters()
@@ -105,14 +108,16 @@ def load_split(
         def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
             if not cuda:
                 return HostTransport(pool, layers, size, way=split.way)
-            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at, way=split.way)
+            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(
+                pool, layers, size, at, device_ops, way=split.way
+            )
             return doorbell
 
         chosen = top_k(spec)
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
-            spaces = gpu.GpuSpaces(limits.rows, chosen)
-            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces.of(memory), faults)  # noqa: E731
+            spaces = gpu.GpuSpaces(device_ops, limits.rows, chosen)
+            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces, faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
         registered = _cuda("hybrid.pinning").register(ram.spans(), at) if cuda and split.in_place else None
@@ -126,7 +131,8 @@ def load_split(
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True)
         queue = _cuda("engine.executors.device_queue").CudaQueue(at)
-        executor: Executor[Any] = _cuda("engine.executors.graphs").GraphExecutor(model, caches, limits, queue, hybrid)
+        graphs = _cuda("engine.executors.graphs")
+        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queue, device_ops, hybrid)
         return executor
 
     return Loaded(spec, make)

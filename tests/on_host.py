@@ -15,6 +15,7 @@ from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.ops.caches import Caches
+from proa.ops.cuda_device import device_ops
 from proa.ops.table import AttentionBatch
 
 
@@ -101,6 +102,7 @@ def host_executor(
     decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = ()
 ) -> GraphExecutor:
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
+    queue = HostQueue()
     return GraphExecutor(
-        cast(Decoder, OnHost(decoder)), caches, limits, HostQueue(), kept_blocks=kept_blocks
-    )  # fmt: skip
+        cast(Decoder, OnHost(decoder)), caches, limits, queue, device_ops(queue.device), kept_blocks=kept_blocks
+    )

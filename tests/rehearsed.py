@@ -29,7 +29,7 @@ from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import step_limits
 from proa.machine.absent import with_gpu
 from proa.machine.probe import probe
-from proa.ops.triton import ahead
+from proa.ops import ahead
 from proa.plan.prepare import Prepared
 from quick_plan import prepare
 

@@ -281,10 +281,6 @@ class FakeEngine:
     def _tables_of(self, plan: StepPlan) -> Tables:
         return {i.request.id: (list(i.request.pages), i.request.state_slot) for i in plan.items}
 
-    def fail(self) -> None:
-        self.aborted.update(self.scheduler.fail_all())
-        self.plans, self.tables, self.beside = [], [], None
-
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         size = self.limits.page_tokens
         return pages[position // size], position % size

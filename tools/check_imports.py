@@ -1,6 +1,7 @@
 """Packages of proa form a DAG: each imports only from those before it in ORDER. Run: python tools/check_imports.py
 
-Also checked: the API process stays without torch, no import of proa hides inside a function, tests import no test file.
+Also checked: the API process stays without torch, only ops imports Triton kernels, no import of proa hides inside a
+function, tests import no test file.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def problems(path: Path) -> Iterator[str]:
             continue
         if "/".join(parts[1:3]) in TORCH_PROCESSES:
             yield f"{own}.py:{line}: {module} is a process, nobody imports it"
+        if parts[1:3] == ["ops", "triton"] and package != "ops":
+            yield f"{own}.py:{line}: only proa.ops imports kernels; call them by a table of ops"
         target = parts[1]
         if target not in ORDER or ORDER.index(target) > ORDER.index(package):
             yield f"{own}.py:{line}: {package} may not import proa.{target}, which comes later"

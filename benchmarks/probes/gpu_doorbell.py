@@ -28,6 +28,7 @@ from proa.native.doorbell import PROBE_LAYER, JobSize, Service
 from proa.native.formats import Format, layout
 from proa.native.pool import Pool
 from proa.native.weights import Activation, Experts, Matrix, Piece
+from proa.ops.cuda_device import device_ops
 
 LAYERS, REPLAYS, TOKENS = 48, 300, (1, 4, 32)
 
@@ -122,12 +123,12 @@ def main() -> None:
     args = parser.parse_args()
     experts, _memory = any_experts(args.hidden)
     size = JobSize(max(TOKENS), args.top_k, args.hidden)
-    found = []
+    found, device = [], torch.device("cuda")
     with Pool([[]], pin=False) as pool:
         for name in args.way:
             try:
                 transport = GpuTransport(
-                    pool, [experts], size, torch.device("cuda"), Service(cpus=(args.cpu,)), WAYS[name]
+                    pool, [experts], size, device, device_ops(device), Service(cpus=(args.cpu,)), WAYS[name]
                 )
                 probed_us = transport.probe_us()
             except NativeError as error:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
-from proa.ops.triton.draw import TOO_MANY
+from proa.ops.cuda_device import device_ops
+from proa.ops.draws import TOO_MANY
 from proa.sampling.choose import choose
 from proa.sampling.rows import Row
 from proa.types import Sampling
@@ -90,7 +91,8 @@ def measure(count: int, name: str, peaked: bool, sampler: DeviceSampler) -> str:
 
 def main() -> None:
     device = torch.device("cuda")
-    sampler = DeviceSampler(64, VOCAB, device, DeviceLogprobs(64, VOCAB, device))
+    ops = device_ops(device)
+    sampler = DeviceSampler(64, VOCAB, device, ops, DeviceLogprobs(64, VOCAB, device, ops))
     for count in (1, 8, 32):
         for peaked in (True, False):
             for name in WISHES:

@@ -21,19 +21,21 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from proa.machine.cost.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.machine.cost.heat import Heat
 from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.moves import Moves
 from proa.hybrid.pinning import register
 from proa.hybrid.slots import Slot
+from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.heat import Heat
+from proa.models.ranks import CPU
 from proa.native.doorbell import Service
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Rows, moe
+from proa.ops.cuda_device import device_ops
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
@@ -50,10 +52,11 @@ class Model:
 
     def __init__(self, pool: Pool, layers: int, cpu: int) -> None:
         self.pool, self.ram, self.cpu = pool, Memory(pool, [None]), cpu
-        placement = Placement((tuple(range(RESIDENT)),) * layers, inclusive=True)
+        owners = tuple(0 if e < RESIDENT else CPU for e in range(EXPERTS))
+        placement = Placement(dict.fromkeys(range(layers), owners), inclusive=True)
         self.hybrid = HybridModel(placement, DEVICE, self.ram, Staging(pool, 1 << 20, pinned=True))
-        for _ in range(layers):
-            for _, sink in self.hybrid.new_experts(EXPERTS, SHAPE.hidden, SHAPE.width).parameters():
+        for block in range(layers):
+            for _, sink in self.hybrid.new_experts(EXPERTS, SHAPE.hidden, SHAPE.width, block=block).parameters():
                 sink.expect("BF16")
         self.layers = [layer.memory for layer in self.hybrid.layers]
         self.stacks = [self._experts(i) for i in range(layers)]
@@ -63,10 +66,10 @@ class Model:
             f"{self.registered.nbytes / 1e9:.1f} GB {self.registered.why}, in place: {self.registered.in_place}, "
             f"{self.registered.nbytes / 1e9 / (time.perf_counter() - begin):.1f} GB/s"
         )
-        self.spaces = GpuSpaces(8, TOP_K)
+        self.spaces = GpuSpaces(device_ops(DEVICE), 8, TOP_K)
         parts = Parts(
-            lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces.of(memory), faults),
-            lambda of, size: GpuTransport(pool, of, size, DEVICE, Service(cpus=(cpu,))),
+            lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces, faults),
+            lambda of, size: GpuTransport(pool, of, size, DEVICE, self.spaces.ops, Service(cpus=(cpu,))),
             lambda: Copiers(GpuCopier(DEVICE), GpuCopier(DEVICE)),
             InPlaceRates(1.0, 0.0),  # shares are set here
         )
@@ -166,7 +169,7 @@ def rates(model: Model) -> None:
     print(f"the CPU alone reads {reading.stop() / 1e9:6.1f} GB/s")
     memory = model.layers[0]
     for at_once in range(1, TOP_K + 1):
-        read = ReadInPlace(memory, model.spaces.of(memory), at_once)
+        read = ReadInPlace(memory, model.spaces, at_once)
         alone = read.read().gpu_bytes_per_s
         reading = Reading(model)
         time.sleep(0.2)

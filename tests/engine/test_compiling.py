@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from proa.engine.building.compile_ahead import Done, Event, Listed, compile_all
 from proa.engine.building.compiling import Compiling
-from proa.ops.triton.ahead import Compiled, Variant
+from proa.ops.ahead import Compiled, Variant
 
 
 def variant(name: str) -> Variant:

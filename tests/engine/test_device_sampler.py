@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from grammars import matcher
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
+from proa.ops.cuda_device import device_ops
 from proa.ops.reference import argmax
 from proa.sampling.adjust import adjust
 from proa.sampling.choose import SampledToken, choose
@@ -25,6 +26,7 @@ from proa.sampling.rows import Row
 from proa.types import Constraint, Sampling
 
 VOCAB = 60
+OPS = device_ops(torch.device("meta"))
 
 
 def row(name: str, tokens: list[int], num_prompt: int, **wishes: Any) -> Row:
@@ -32,7 +34,7 @@ def row(name: str, tokens: list[int], num_prompt: int, **wishes: Any) -> Row:
 
 
 def sampler_of(rows: int, device: torch.device, **limits: int) -> DeviceSampler:
-    return DeviceSampler(rows, VOCAB, device, DeviceLogprobs(rows, VOCAB, device), **limits)
+    return DeviceSampler(rows, VOCAB, device, OPS, DeviceLogprobs(rows, VOCAB, device, OPS), **limits)
 
 
 def on_device(
@@ -161,7 +163,7 @@ def test_greedy_rows_get_nothing_from_an_earlier_step(device: torch.device) -> N
 
 
 def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.device) -> None:
-    logits, logprobs = torch.randn(9, VOCAB, generator=rng) * 3, DeviceLogprobs(12, VOCAB, device)
+    logits, logprobs = torch.randn(9, VOCAB, generator=rng) * 3, DeviceLogprobs(12, VOCAB, device, OPS)
     for number, top in ((9, 3), (2, 0), (1, 99)):
         tokens = torch.randint(VOCAB, (number,), generator=rng).tolist()
         logprobs.launch_given(logits.to(device), tokens, top)

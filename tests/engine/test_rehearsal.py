@@ -96,7 +96,7 @@ def test_keys_do_not_depend_on_what_is_compiled_first() -> None:
 import importlib, multiprocessing, pkgutil
 import proa.ops.triton as package
 from triton.runtime.jit import JITCallable
-from proa.ops.triton.ahead import settle
+from proa.ops.ahead import settle
 modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
 functions = [f for m in modules for f in vars(m).values() if isinstance(f, JITCallable) and f.__module__ == m.__name__]
 

@@ -378,21 +378,6 @@ def test_an_aborted_item_needs_no_result() -> None:
     fake.scheduler.check()
 
 
-@pytest.mark.parametrize("in_flight", [True, False])
-def test_fail_all_ends_everything(in_flight: bool) -> None:
-    fake = engine(max_running=2)
-    submit_all(fake, *(ask(f"r{i}", range(i, i + 9), 9) for i in range(4)))
-    fake.step()
-    plan = fake.begin() if in_flight else None
-    fake.abort("r1")
-    assert fake.scheduler.fail_all() == ["r0", "r2", "r3"]
-    assert not fake.scheduler.has_work
-    fake.check_idle()
-    if plan:
-        with pytest.raises(ValueError, match="not in flight"):
-            fake.scheduler.commit(plan, {"r0": 1, "r1": 1})
-
-
 def test_stats() -> None:
     fake = engine(num_pages=8, max_running=1)
     submit_all(fake, ask("a", range(9), 2), ask("b", range(9), 2))

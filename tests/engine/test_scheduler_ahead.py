@@ -185,14 +185,3 @@ def test_an_abort_with_two_steps_in_flight(committed: bool) -> None:
         assert [event.id for event in fake.finish(fake.plans[0])] == ["b"]
         fake.scheduler.check()
     fake.drain()
-
-
-def test_fail_all_ends_both_steps() -> None:
-    fake = decoding(*pair())
-    plan = fake.begin_ahead()
-    assert plan is not None
-    fake.fail()
-    assert not fake.scheduler.has_work
-    fake.check_idle()
-    with pytest.raises(ValueError, match="not in flight"):
-        fake.scheduler.commit(plan, {})

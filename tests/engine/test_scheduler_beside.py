@@ -101,16 +101,11 @@ def test_a_better_priority_takes_all_slots() -> None:
     fake.drain()
 
 
-@pytest.mark.parametrize("how", ["abort", "fail"])
-def test_an_ended_request_beside(how: str) -> None:
+def test_an_aborted_request_beside() -> None:
     fake = decoding(ask("a", [1, 2], 20))
     fake.submit(ask("b", range(10), 5))
     begin(fake)
     assert fake.beside is not None
-    if how == "fail":
-        fake.fail()
-        fake.check_idle()
-        return
     fake.abort("b")
     assert not fake.scheduler.counts(fake.beside[0].items[0])
     assert begin(fake)[0] == ["a"], "its pages are held until it is committed"

@@ -205,17 +205,6 @@ def test_a_replaced_token_leaves_no_copy() -> None:
     fake.drain()
 
 
-def test_fail_all_gives_slots_back() -> None:
-    fake = engine(max_batch_tokens=64)
-    fake.submit(ask("a", PROMPT[:7], 20))
-    fake.step()
-    assert fake.begin()
-    assert fake.begin_ahead()
-    assert any(item.copy_to >= 0 for plan in fake.plans for item in plan.items)
-    fake.fail()
-    fake.check_idle()
-
-
 def test_a_step_ahead_of_a_requests_last_one_takes_no_slot() -> None:
     fake = engine(max_batch_tokens=64)
     fake.submit(ask("a", PROMPT[:5], 3))

@@ -202,11 +202,6 @@ class Schedules(RuleBasedStateMachine):
         for _ in range(steps):
             self.fake.step()
 
-    @precondition(lambda self: self.fake.plans)
-    @rule()
-    def fail(self) -> None:
-        self.fake.fail()
-
     @invariant()
     def nothing_is_leaked(self) -> None:
         self.fake.scheduler.check()

@@ -31,12 +31,14 @@ from proa.models.spec import (
     Router,
 )
 from proa.ops import sizes
+from proa.ops.cuda_device import device_ops
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.experts import expert_space
 from proa.plan import kernels, vram
 from proa.plan.budget import SCORED_ROWS
 
 META = torch.device("meta")
+OPS = device_ops(META)
 RUNNING = (1, 12, 64, 256)
 PROCESSORS = (46, 66, 82, 108, 114, 132, 148, 160, 192)
 
@@ -149,8 +151,8 @@ def on_host(logprobs: DeviceLogprobs) -> int:
 def test_logits_and_sampler(running: int, vocab: int) -> None:
     """Logits exist three times: in the shared buffer, in the graphs' pool, in that of steps without graphs."""
     head_rows = max(running, SCORED_ROWS)
-    logprobs = DeviceLogprobs(head_rows, vocab, META)
-    sampler = DeviceSampler(running, vocab, META, logprobs)
+    logprobs = DeviceLogprobs(head_rows, vocab, META, OPS)
+    sampler = DeviceSampler(running, vocab, META, OPS, logprobs)
     taken = device_bytes(sampler) - on_host(logprobs)
     taken += 3 * 4 * head_rows * vocab + 2 * 8 * sizes.argmax_keys(head_rows, vocab)
     planned = vram.scoring_bytes(vocab, running)
@@ -196,11 +198,11 @@ def test_the_planned_demand_covers_all_buffers(mixer: Any, running: int) -> None
     spec, context, page_tokens = model(mixer, MOE, vocab=32000), 40960, 16
     of = limits(running, context)
     pages = -(-context // page_tokens)
-    logprobs = DeviceLogprobs(of.head_rows, spec.vocab, META)
+    logprobs = DeviceLogprobs(of.head_rows, spec.vocab, META, OPS)
     held = device_bytes(
         [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)],
         DeviceInputs(of.rows, running, pages, rows_each=0, device=META), AngleTables(spec.ropes, of, META),
-        DeviceSampler(running, spec.vocab, META, logprobs), FaultRecords(of.rows, 8, META),
+        DeviceSampler(running, spec.vocab, META, OPS, logprobs), FaultRecords(of.rows, 8, META),
         expert_space(of.rows, 8, 128, ExpertShape(2048, 768), META),
     )  # fmt: skip
     held += -on_host(logprobs) + 3 * 4 * of.head_rows * spec.vocab + 2 * of.rows * spec.hidden

@@ -82,7 +82,7 @@ def test_sums_hits_bytes_and_a_trace(tables: Tables, tmp_path: Path) -> None:
     counting.close()
 
 
-def test_on_device_follows_the_tables(tables: Tables) -> None:
-    assert [set(np.flatnonzero(row)) for row in tables.on_device] == [*HERE]
+def test_owners_follow_the_tables(tables: Tables) -> None:
+    assert [set(np.flatnonzero(row == 0)) for row in tables.owners] == [*HERE]
     tables.to_cpu(0, 1, 1)
-    assert set(np.flatnonzero(tables.on_device[0])) == {4}
+    assert set(np.flatnonzero(tables.owners[0] == 0)) == {4}

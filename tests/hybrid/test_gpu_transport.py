@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from proa.errors import NativeError, NumericsError
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
-from proa.ops.triton import bell
+from proa.ops.bell_block import JOB_NUMBER, PENDING
+from proa.ops.cuda_device import device_ops
 
 pytestmark = pytest.mark.gpu
 LAYERS, DISTINCT = 48, 3
@@ -48,7 +49,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 def transport(pool: Pool, layers: list[Layer], device: torch.device, way: Way) -> Iterator[GpuTransport]:
     """Layer i has the experts of layers[i % DISTINCT]; the one after the last gives NaN from expert 5."""
     experts = [layers[i % DISTINCT].experts for i in range(LAYERS)] + [layers[DISTINCT].experts]
-    made = GpuTransport(pool, experts, SIZE, device, Service(lane=1), way)
+    made = GpuTransport(pool, experts, SIZE, device, device_ops(device), Service(lane=1), way)
     yield made
     made.close()
 
@@ -164,8 +165,8 @@ def test_a_pull_without_an_answer_ends_when_the_cpu_fails(
     transport.pull(out)
     torch.cuda.synchronize()
     transport.disarm()
-    transport._state[bell.PENDING] = 1
-    transport._state[bell.NUMBER] = 5
+    transport._state[PENDING] = 1
+    transport._state[JOB_NUMBER] = 5
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     transport.pull(out)
@@ -227,7 +228,8 @@ def test_a_gpu_that_does_not_see_the_cpu_is_an_error_and_no_hang(
     transport: GpuTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    look = bell.look
-    monkeypatch.setattr(bell, "look", lambda _, turns, found: look(other, min(turns, 1000), found))
+    ops = device_ops(other.device)
+    blind = replace(ops, poll=lambda _, polls, found: ops.poll(other, min(polls, 1000), found))
+    monkeypatch.setattr(transport._way, "_ops", blind)
     with pytest.raises(NativeError, match="does not see what the CPU writes"):
         transport.probe_us()

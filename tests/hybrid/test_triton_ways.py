@@ -21,6 +21,8 @@ from proa.hybrid import gpu_ways
 from proa.hybrid.cuda_driver import Driver
 from proa.native.doorbell import Doorbell, JobSize, Memory, Way, block_layout
 from proa.native.pool import Pool
+from proa.ops.bell_block import STATE_WORDS
+from proa.ops.cuda_device import device_ops
 from proa.ops.triton import bell
 
 pytestmark = pytest.mark.skipif(HAVE_GPU, reason="tests/hybrid/test_gpu_transport.py runs the real ones")
@@ -97,8 +99,8 @@ class Rig:
         memory = torch.zeros(layout.bytes, dtype=torch.uint8)
         experts = [layer.experts for layer in layers]
         self.doorbell = Doorbell(pool, experts, SIZE, Memory(memory.data_ptr(), layout.bytes, memory), way=way)
-        self.state = torch.zeros(bell.ROWS + SIZE.most_tokens, dtype=torch.int32)
-        self.way = gpu_ways.make_way(way, memory, SIZE, device, self.state, self.doorbell)
+        self.state = torch.zeros(STATE_WORDS + SIZE.most_tokens, dtype=torch.int32)
+        self.way = gpu_ways.make_way(way, memory, SIZE, device_ops(device), self.state, self.doorbell)
 
 
 @pytest.mark.parametrize("way", COPIED)

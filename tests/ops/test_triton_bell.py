@@ -15,7 +15,7 @@ from bell_cases import random_job
 from conftest import HAVE_GPU
 from proa.native.doorbell import JobSize, block_layout
 from proa.ops.added import Added
-from proa.ops.bell_block import Bell, BellBlock, views
+from proa.ops.bell_block import JOB_NUMBER, STATE_WORDS, Bell, BellBlock, views
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton import bell, choose
@@ -48,7 +48,7 @@ def block_of(size: JobSize) -> tuple[BellBlock, torch.Tensor]:
     block = views(torch.zeros(layout.bytes, dtype=torch.uint8), layout, size)
     for part in (block.ids, block.weights, block.x, block.y):
         part.fill_(77)
-    return block, torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32)
+    return block, torch.zeros(STATE_WORDS + size.most_tokens, dtype=torch.int32)
 
 
 # One program; several; more tiles than programs; rows longer than a tile; widths that are no power of two.
@@ -79,8 +79,8 @@ def test_push_and_pull(
         assert torch.equal(block.ids[:tokens], theirs)
         assert torch.equal(block.weights[:tokens], job.weights)
         assert torch.equal(block.x[:tokens][rows], job.x[rows])
-        assert torch.equal(state[bell.ROWS :][:tokens], (theirs >= 0).sum(1).int())
-        assert state[: bell.ROWS].tolist() == [number, 1, 0, 0]
+        assert torch.equal(state[STATE_WORDS:][:tokens], (theirs >= 0).sum(1).int())
+        assert state[:STATE_WORDS].tolist() == [number, 1, 0, 0]
         block.y.normal_(generator=rng)
         out = torch.full((tokens, hidden), torch.nan)
         bell.pull(out, block, state)
@@ -130,7 +130,7 @@ def test_the_fused_choose_kernel_pushes_like_push(
         waits.clear()
         want = replace(sums, added=Added(pulled)).total()
         assert torch.equal(replace(sums, added=Added(Bell(block, state, layer))).total(), want)
-        assert set(waits) == ({int(state[bell.NUMBER])} if rung else set())
+        assert set(waits) == ({int(state[JOB_NUMBER])} if rung else set())
 
 
 def poisoned_choice(rows: int, width: int, top_k: int) -> choose.ChooseOutputs:
@@ -183,7 +183,7 @@ def test_a_row_that_is_not_handed_over_is_not_written(waits: list[int], rng: tor
 def test_numbers_go_on_beyond_31_bits(waits: list[int], rng: torch.Generator) -> None:
     size = JobSize(1, 1, 16)
     block, state = block_of(size)
-    state[bell.NUMBER] = 2**31 - 1
+    state[JOB_NUMBER] = 2**31 - 1
     job = random_job(rng, 1, size, resident=0)
     job.ids[:] = 0
     bell.push(job.x, job.ids, job.weights, job.up_address, 0, block, state)

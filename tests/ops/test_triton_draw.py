@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.triton_bounds import rand
+from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, floor_of, inverse_of
 from proa.ops.sizes import MOST_KEPT
 from proa.ops.triton import draw as kernels
-from proa.ops.triton.weights import BEST, CUT, WHOLE, Space
 from proa.sampling.rows import Row
 from proa.sampling.sampler import sample
 from proa.types import Sampling
@@ -26,19 +26,19 @@ def wish(seed: int = 0, **wishes: Any) -> Sampling:
     return Sampling(max_tokens=100, seed=seed, **wishes)
 
 
-def jobs_of(wishes: Sequence[Sampling], uniforms: Sequence[float], device: torch.device) -> kernels.Jobs:
+def jobs_of(wishes: Sequence[Sampling], uniforms: Sequence[float], device: torch.device) -> DrawJobs:
     def column(dtype: torch.dtype, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
     kinds = [
         BEST if s.temperature == 0 else CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE for s in wishes
     ]
-    return kernels.Jobs(
+    return DrawJobs(
         rows=column(torch.int32, list(range(len(wishes)))),
         kinds=column(torch.int32, kinds),
-        top_k=column(torch.int32, [s.top_k or kernels.NO_TOP_K for s in wishes]),
-        floors=column(torch.int32, [kernels.floor_of(s.min_p) for s in wishes]),
-        inverses=column(torch.float64, [kernels.inverse_of(s.temperature) for s in wishes]),
+        top_k=column(torch.int32, [s.top_k or NO_TOP_K for s in wishes]),
+        floors=column(torch.int32, [floor_of(s.min_p) for s in wishes]),
+        inverses=column(torch.float64, [inverse_of(s.temperature) for s in wishes]),
         uniforms=column(torch.float64, list(uniforms)),
         top_p=column(torch.float64, [s.top_p for s in wishes]),
         min_p=column(torch.float64, [s.min_p for s in wishes]),
@@ -50,7 +50,7 @@ def drawn(
     most_kept: int = MOST_KEPT,
 ) -> list[int]:  # fmt: skip
     logits, jobs = logits.to(device), jobs_of(wishes, uniforms, device)
-    space = Space(len(wishes), logits.shape[1], most_kept, device)
+    space = DrawSpace(len(wishes), logits.shape[1], most_kept, device)
     for left in vars(space).values():  # left over from an earlier call
         if isinstance(left, Tensor):
             left.fill_(-7)
@@ -139,7 +139,7 @@ def test_non_finite_rows_are_not_sampled(device: torch.device) -> None:
     wishes = [wish(), wish(top_p=0.5), wish(top_k=3), wish(temperature=0.0), wish(), wish(top_p=0.5)]
     device_logits, jobs = logits.to(device), jobs_of(wishes, [0.5] * 6, device)
     tokens = torch.tensor([-1, -1, -1, -1, 3, 3], dtype=torch.int32, device=device)
-    kernels.draw(device_logits, jobs, True, Space(6, 2100, 64, device), tokens)
+    kernels.draw(device_logits, jobs, True, DrawSpace(6, 2100, 64, device), tokens)
     assert tokens.tolist() == [-1, -1, -1, -1, 9, 11]
 
 
@@ -150,7 +150,7 @@ def test_more_candidates_than_there_is_room_for(device: torch.device) -> None:
     logits[1] = torch.where(torch.arange(64) < 33, 0.0, -90.0)
     logits[2] = torch.where(torch.arange(64) < 32, 0.0, -90.0)
     got = drawn(logits, [wish(min_p=0.9)] * 3, [0.99] * 3, device, most_kept=32)
-    assert got == [kernels.TOO_MANY, kernels.TOO_MANY, 31]
+    assert got == [TOO_MANY, TOO_MANY, 31]
 
 
 def test_distribution(rng: torch.Generator, device: torch.device) -> None:
@@ -203,6 +203,6 @@ def test_whole_vocabularies(rng: torch.Generator, device: torch.device) -> None:
 def test_a_space_of_another_size_is_refused(device: torch.device) -> None:
     jobs = jobs_of([wish()] * 2, [0.5] * 2, device)
     tokens = torch.zeros(2, dtype=torch.int32, device=device)
-    for space in (Space(1, 50, 8, device), Space(2, 51, 8, device)):
+    for space in (DrawSpace(1, 50, 8, device), DrawSpace(2, 51, 8, device)):
         with pytest.raises(ValueError, match="do not fit a space"):
             kernels.draw(torch.zeros(2, 50, device=device), jobs, False, space, tokens)

@@ -1,4 +1,4 @@
-"""Locating each pair's expert: the Triton kernel and the simulated GPU's function, against the rule written out."""
+"""Locating each pair's expert: the Triton kernel and the reference, against the rule written out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from proa.hybrid import sim_experts
+from proa.ops import device_reference
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
 from proa.ops.triton.locate import locate
 
@@ -15,8 +15,8 @@ SHARE = [0, 1, 0, 2, 2, 5, 3, 4, 6, 7, 4, 11] + [0] * (IN_PLACE_PAIRS - EXPERTS)
 
 
 def run(kind: str, ids: Tensor, residency: Residency) -> Located:
-    if kind == "sim":
-        return sim_experts.locate(ids, residency)
+    if kind == "reference":
+        return device_reference.locate(ids, residency)
     at = Located(ids, *(torch.full_like(ids, -7, dtype=t) for t in (torch.int64, torch.int64, torch.int32)))
     locate(ids, residency, at)
     return at
@@ -49,7 +49,7 @@ def expected(ids: list[int], of: Residency) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["triton", "sim"])
+@pytest.mark.parametrize("kind", ["triton", "reference"])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 40])

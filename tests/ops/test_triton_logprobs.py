@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import rand
+from proa.ops.draws import WHOLE, DrawSpace
 from proa.ops.sizes import EDIT_WORDS, logprobs_keys
 from proa.ops.triton.logprobs import row_logprobs
-from proa.ops.triton.weights import WHOLE, Space, edit, restore
+from proa.ops.triton.weights import edit, restore
 
 # Error of float32: the result's rounding, and that of the logits in the sum of weights. Weights are rounded at 2**-41.
 EPS = torch.finfo(torch.float32).eps
@@ -21,7 +22,7 @@ def explained(
     logits: Tensor, rows: list[int], tokens: list[int], count: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     logits, vocab = logits.to(device), logits.shape[1]
-    space = Space(len(rows), vocab, 1, device)
+    space = DrawSpace(len(rows), vocab, 1, device)
     ones = (
         torch.full((len(rows),), WHOLE, dtype=torch.int32, device=device),
         torch.ones(len(rows), dtype=torch.float64, device=device),

@@ -46,8 +46,9 @@ from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import CpuExpertStats, ResidencyStats, SchedulerStats, Stats, StepSeconds
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
+from proa.models.ranks import CPU
 from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
-from proa.plan.plan import CPU, GpuPlan, VramBudget
+from proa.plan.plan import GpuPlan, VramBudget
 from proa.types import EngineRequest, TokenEvent
 from proa.weights.frequencies import frequencies
 from quick_plan import ram_of

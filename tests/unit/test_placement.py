@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proa.models.ranks import CPU
 from proa.models.spec import Moe, Router
 from proa.native.formats import Form, Format, layout
 from proa.plan.placement import (
@@ -22,7 +23,7 @@ from proa.plan.placement import (
     spare_bytes,
     spare_slots,
 )
-from proa.plan.plan import CPU, held_by
+from proa.plan.plan import held_by
 
 # Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
 LAYERS = tuple(MoeLayer(block, 8, 2, 10) for block in range(1, 5))

@@ -13,11 +13,11 @@ from rich.console import Console
 from proa.cli.report import Report, render_plan, render_ready, report_json
 from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
-from proa.models.ranks import Mesh
+from proa.models.ranks import CPU, Mesh
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
 from proa.obs.progress import COMPILING, _Lines, show_progress
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
-from proa.plan.plan import CPU, GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
+from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
 from proa.types import Decision
 
 GIB = 1 << 30

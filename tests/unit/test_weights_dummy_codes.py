@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.models import ranks
 from proa.models.families import declare
 from proa.models.spec import Model, Moe
 from proa.native.formats import DUMMY, Form, Format, Layout, layout
@@ -39,9 +40,10 @@ class Filled:
         self.spec = spec_of()
         moe = self.spec.blocks[0].ffn
         assert isinstance(moe, Moe)
+        owners = tuple(0 if e in resident else ranks.CPU for e in range(moe.experts))
         self.pool = Pool([[]] * teams, pin=False)
         stage, ram = Staging(self.pool, staging, pinned=False), Memory(self.pool, [None] * teams)
-        self.memory = LayerMemory(moe.expert, moe.experts, resident, False, CPU, ram, stage)
+        self.memory = LayerMemory(moe.expert, owners, False, CPU, ram, stage)
         targets: dict[str, Target] = {name: torch.empty(shape) for name, shape in self.spec.params()}
         targets |= {f"blocks.0.ffn.experts.{name}": sink for name, sink in self.memory.parameters()}
         fill_dummy(self.spec, targets, seed, "uniform", self.pool, stage.flush, form)

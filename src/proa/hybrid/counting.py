@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from proa.hybrid.copies import Copier, Copy
 from proa.hybrid.tables import Tables
 from proa.hybrid.trace import MOST_TRACED, TRACE_DTYPE
+from proa.models.ranks import CPU
 
 _WAIT_S = 1e-3
 
@@ -33,7 +34,7 @@ class Seen:
 
 @dataclass
 class Tally:
-    """Sums since the start. A hit is a choice of an expert on the device; bytes count each expert once per look."""
+    """Sums since the start. A hit is a choice of an expert that a GPU holds; bytes count each expert once per look."""
 
     looks: int = 0
     choices: int = 0
@@ -83,7 +84,7 @@ class Counting:
         chosen = (now - self._last).astype(np.int64)  # int32 wraps as the device's counters do
         self._last = now
         self.totals += chosen
-        here = self._tables.on_device
+        here = self._tables.owners != CPU
         hits, tally = np.where(here, chosen, 0), self.tally
         tally.looks += 1
         tally.choices += int(chosen.sum())

@@ -1,4 +1,4 @@
-"""The GPU's experts of a layer: Triton kernels over packed experts, by address. Never: deciding which experts."""
+"""The GPU's experts of a layer, packed, read by their addresses. Never: deciding which experts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.read_together import Reads
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
+from proa.ops.device_table import DeviceOps, ExpertSpace
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.expert_sum import ExpertSum, Watch, can_wait
-from proa.ops.triton.experts import ExpertSpace, expert_space, experts
-from proa.ops.triton.locate import locate
+from proa.ops.table import Unsummed
 
 PROBED_AT_ONCE = 4  # experts per call: about what a step of one token reads over PCIe
 READS_AT_LEAST = 64  # calls per graph: launched singly, small experts would be bound by launches, not by PCIe
 
 
 class GpuSpaces:
-    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see expert_space."""
+    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see NewExpertSpace."""
 
-    def __init__(self, tokens: int, top_k: int, *, fp8: bool = False) -> None:
+    def __init__(self, ops: DeviceOps, tokens: int, top_k: int, *, fp8: bool = False) -> None:
+        self.ops = ops
         self._tokens, self._top_k, self._fp8 = tokens, top_k, fp8
         self._made: dict[object, ExpertSpace] = {}
 
@@ -34,15 +34,18 @@ class GpuSpaces:
         rounded = (of.up_form, of.down_form, of.width) if self._fp8 else ()
         key = (memory.hidden, of.down.padded_columns, memory.experts, device, rounded)
         if key not in self._made:
-            self._made[key] = expert_space(self._tokens, self._top_k, memory.experts, of, device, fp8=self._fp8)
+            self._made[key] = self.ops.expert_space(
+                self._tokens, self._top_k, memory.experts, of, device, fp8=self._fp8
+            )
         return self._made[key]
 
 
 class InPlace:
     """Calls by which the GPU reads a layer's experts in RAM, `at_once` per call. The RAM must be registered."""
 
-    def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
-        device, self.shape, self._space = memory.slots.up.device, memory.shape, space
+    def __init__(self, memory: LayerMemory, spaces: GpuSpaces, at_once: int = PROBED_AT_ONCE) -> None:
+        space = spaces.of(memory)
+        device, self.shape, self._space, self._ops = memory.slots.up.device, memory.shape, space, spaces.ops
         total, self.count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
         firsts = range(0, total - self.count + 1, self.count)
         self._in_pieces = memory.in_pieces
@@ -51,16 +54,16 @@ class InPlace:
 
     def read(self, at: Located) -> None:
         """Launch the call for one of `batches`."""
-        experts(self._x, at, self.shape, self._space, in_pieces=self._in_pieces)
+        self._ops.experts(self._x, at, self.shape, self._space, in_pieces=self._in_pieces)
 
 
 class ReadInPlace:
     """Measures how fast the GPU reads a layer's experts in RAM, with all calls in one graph, as in a decode step.
     Implements GpuReader."""
 
-    def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
+    def __init__(self, memory: LayerMemory, spaces: GpuSpaces, at_once: int = PROBED_AT_ONCE) -> None:
         device = memory.slots.up.device
-        self._calls = InPlace(memory, space, at_once)
+        self._calls = InPlace(memory, spaces, at_once)
         self._times = -(-READS_AT_LEAST // len(self._calls.batches))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph = self._captured(device)
@@ -113,23 +116,21 @@ def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -
 class GpuExperts:
     """Implements DeviceExperts."""
 
-    def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
-        self._shape, self._space, self.residency, self._faults = memory.shape, space, residency, faults
+    def __init__(self, memory: LayerMemory, residency: Residency, spaces: GpuSpaces, faults: LayerFaults) -> None:
+        self._ops, self._space = spaces.ops, spaces.of(memory)
+        self._shape, self.residency, self._faults = memory.shape, residency, faults
         self._biases = memory.biases
         self._in_pieces = residency.in_place is not None and residency.in_place.in_pieces
 
     def locate(self, ids: Tensor) -> Located:
-        up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
-        at = Located(ids, up, down, torch.empty(ids.shape, dtype=torch.int32, device=ids.device))
-        locate(ids, self.residency, at)
-        return at
+        return self._ops.locate(ids, self.residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        experts(x, at, self._shape, self._space, self._biases, in_pieces=self._in_pieces)
+        self._ops.experts(x, at, self._shape, self._space, self._biases, in_pieces=self._in_pieces)
         return self._space.partial
 
     def waits(self, x: Tensor) -> Bell | None:
-        return self.residency.bell if can_wait(*x.shape) else None
+        return self.residency.bell if self._ops.sums_beside_bell(*x.shape) else None
 
-    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> ExpertSum:
-        return ExpertSum(started, weights, at.down, added, Watch(self._faults, at.ids, x))
+    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Unsummed:
+        return self._ops.sum_experts(started, weights, at, added, self._faults, x)

@@ -26,9 +26,9 @@ from proa.native.doorbell import (
 )
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import Bell
+from proa.ops.bell_block import STATE_WORDS, Bell
+from proa.ops.device_table import DeviceOps
 from proa.ops.table import NextRouter
-from proa.ops.triton import bell
 
 ANSWER_TIMEOUT_S = 1.0  # of the probe's rounds at start
 LOOK_AGAIN_S = 1e-4
@@ -43,7 +43,7 @@ class GpuTransport:
     """
 
     def __init__(
-        self, pool: Pool, layers: Sequence[Experts], size: JobSize, device: torch.device,
+        self, pool: Pool, layers: Sequence[Experts], size: JobSize, device: torch.device, ops: DeviceOps,
         service: Service = ANY_SERVICE, way: Way = Way.NUMBER,
     ) -> None:  # fmt: skip
         layout = block_layout(size)
@@ -51,9 +51,9 @@ class GpuTransport:
         self.device, self.size, self._closed = device, size, False
         self._read_ahead = service.read_ahead
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
-        self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
+        self._state = torch.zeros(STATE_WORDS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
-        self._way: GpuWay = make_way(way, memory, size, device, self._state, self.doorbell)
+        self._way: GpuWay = make_way(way, memory, size, ops, self._state, self.doorbell)
         torch.cuda.synchronize(device)
         if way is Way.CALLS:  # the driver may still call the doorbell's functions while this process ends
             atexit.register(_settle, weakref.ref(self))

@@ -15,12 +15,11 @@ from proa.errors import NativeError
 from proa.hybrid.cuda_driver import Driver
 from proa.native.doorbell import BlockLayout, Doorbell, JobSize, Way, block_layout
 from proa.ops.bell_block import Bell, Copied, copied, views
-from proa.ops.cuda_linear import CudaLinear
+from proa.ops.device_table import DeviceOps
 from proa.ops.table import NextRouter
-from proa.ops.triton import bell, choose, look_ahead
 
 FLAG, FAILED = 1, 1 << 31  # csrc/src/doorbell.h
-LOOKS = 1 << 20  # polls of the trial kernel over PCIe, about 1 us each, until it sees the CPU's write
+POLLS = 1 << 20  # polls of the trial kernel over PCIe, about 1 us each, until it sees the CPU's write
 STARTED_S = 0.001  # from the event before the trial kernel to the CPU's write: the kernel polls by then
 _CPU_WORD = 12  # bytes from the header to a word that nothing else writes
 
@@ -43,53 +42,46 @@ class GpuWay(Protocol):
         """End waits that may not see that the doorbell has failed. Call it after Doorbell.fail."""
 
 
-def make_way(
-    way: Way, memory: Tensor, size: JobSize, device: torch.device, state: Tensor, doorbell: Doorbell
-) -> GpuWay:
-    """Make `way`. memory uint8: the doorbell's block, pinned. Raises NativeError if the driver does not support it."""
+def make_way(way: Way, memory: Tensor, size: JobSize, ops: DeviceOps, state: Tensor, doorbell: Doorbell) -> GpuWay:
+    """Make `way`. memory uint8: the doorbell's block, pinned; state: on the GPU. Raises NativeError if the driver does
+    not support it."""
     if way is Way.NUMBER:
-        return ByKernels(memory, size, device, state)
-    driver = Driver()
+        return ByKernels(memory, size, ops, state)
+    driver, device = Driver(), state.device
     signals = Flags(driver, memory, block_layout(size), device) if way is Way.FLAGS else Calls(driver, doorbell)
-    return ByCopies(memory, size, state, torch.zeros(len(memory), dtype=torch.uint8, device=device), driver, signals)
+    copy = torch.zeros(len(memory), dtype=torch.uint8, device=device)
+    return ByCopies(memory, size, ops, state, copy, driver, signals)
 
 
 class ByKernels:
     """Kernels write the job into pinned memory and poll there for its answer."""
 
-    def __init__(self, memory: Tensor, size: JobSize, device: torch.device, state: Tensor) -> None:
+    def __init__(self, memory: Tensor, size: JobSize, ops: DeviceOps, state: Tensor) -> None:
         self._block = views(memory, block_layout(size), size)
         at = block_layout(size).header + _CPU_WORD
         self._word = memory[at : at + 4].view(torch.int32)
-        self._device, self._state, self._look_space = device, state, look_ahead.look_space(device)
+        self._device, self._state, self._ops = state.device, state, ops
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
-        bell.push(x, ids, weights, up_address, layer, self._block, self._state)
+        self._ops.push(x, ids, weights, up_address, layer, self._block, self._state)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
-        router = following.router
-        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
-        if weight is None or len(x) > look_ahead.MOST_ROWS or x.shape[1] > choose.MOST_COLUMNS:
-            return
-        rows = choose.RouterRows(weight, bias)
-        look_ahead.look_ahead(
-            x, following.norm, rows, following.rule, slots, cpu, layer, self._block, self._look_space
-        )  # fmt: skip
+        self._ops.foresee(x, slots, following, cpu, layer, self._block)
 
     def pull(self, out: Tensor) -> None:
-        bell.pull(out, self._block, self._state)
+        self._ops.pull(out, self._block, self._state)
 
     def bell(self, layer: int) -> Bell | None:
         return Bell(self._block, self._state, layer)
 
     def try_out(self) -> None:
-        """Check that a running kernel sees what the CPU writes. The trial kernel polls at most LOOKS times."""
+        """Check that a running kernel sees what the CPU writes. The trial kernel polls at most POLLS times."""
         found = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self.look(1, found)  # compiles and loads the kernel
+        self.poll(1, found)  # compiles and loads the kernel
         began, ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self._device).synchronize()
         began.record()
-        self.look(LOOKS, found)
+        self.poll(POLLS, found)
         ended.record()
         began.synchronize()
         time.sleep(STARTED_S)
@@ -99,9 +91,9 @@ class ByKernels:
         if not found.item():
             raise NativeError(f"A kernel of {self._device} does not see what the CPU writes to pinned memory.")
 
-    def look(self, turns: int, found: Tensor) -> None:
-        """Launch a kernel that polls the word up to `turns` times, until it is not 0, and copies it to `found`."""
-        bell.look(self._word, turns, found)
+    def poll(self, polls: int, found: Tensor) -> None:
+        """Launch a kernel that polls the word up to `polls` times, until it is not 0, and copies it to `found`."""
+        self._ops.poll(self._word, polls, found)
 
     def free(self) -> None:
         pass  # try_out has shown that kernels see the CPU's writes, and so the failure
@@ -138,11 +130,12 @@ class ByCopies:
     """A kernel writes the job into GPU memory; the job is copied to the CPU, and the answer is copied back."""
 
     def __init__(
-        self, host: Tensor, size: JobSize, state: Tensor, memory: Tensor, driver: Copies, signals: Signals
-    ) -> None:
+        self, host: Tensor, size: JobSize, ops: DeviceOps, state: Tensor, memory: Tensor, driver: Copies,
+        signals: Signals,
+    ) -> None:  # fmt: skip
         """host, memory: uint8 blocks for a job of `size`, in pinned memory and on the GPU."""
         self._host, self._size, self._device, self._state = host, size, memory.device, state
-        self._memory, self._driver, self._signals = memory, driver, signals
+        self._memory, self._driver, self._signals, self._ops = memory, driver, signals, ops
         self._jobs = functools.cache(lambda tokens: (self._of(self._memory, tokens), self._of(self._host, tokens)))
 
     def _of(self, memory: Tensor, tokens: int) -> Copied:
@@ -151,7 +144,7 @@ class ByCopies:
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         here, there = self._jobs(len(x))
         stream = self._driver.stream(self._device)
-        bell.push(x, ids, weights, up_address, layer, here.block, self._state)
+        self._ops.push(x, ids, weights, up_address, layer, here.block, self._state)
         self._signals.before(stream)
         self._driver.copy_to_host(stream, there.job.data_ptr(), here.job.data_ptr(), here.job.nbytes)
         self._signals.ring(stream)
@@ -164,7 +157,7 @@ class ByCopies:
         stream = self._driver.stream(self._device)
         self._signals.wait(stream)
         self._driver.copy_to_device(stream, here.y.data_ptr(), there.y.data_ptr(), here.y.nbytes)
-        bell.take(out, here, self._state)
+        self._ops.take(out, here, self._state)
 
     def bell(self, layer: int) -> Bell | None:
         return None
@@ -173,7 +166,7 @@ class ByCopies:
         """Load the kernels that follow a wait, since loading may wait for the stream. Signals that fail are found by
         the probe's timeout, and `free` ends their waits."""
         here, _ = self._jobs(1)
-        bell.take(torch.empty(here.block.y.shape, device=self._device), here.block, self._state)
+        self._ops.take(torch.empty(here.block.y.shape, device=self._device), here.block, self._state)
 
     def free(self) -> None:
         self._signals.free()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.slots import ExpertSlots
+from proa.models.ranks import CPU
 from proa.models.spec import Mlp
 from proa.native.formats import Form, Layout, kept_form
 from proa.ops.gated import ACTIVATIONS, GatedBiases, GatedStacks
@@ -21,7 +22,8 @@ from proa.ops.table import Parameters
 
 
 class LayerMemory:
-    """`resident`: experts on the device. `inclusive`: RAM holds all experts; else only the others.
+    """`owners`: of each expert, the rank whose GPU holds it, or CPU. `inclusive`: RAM holds all experts; else only
+    the CPU's. Experts of other ranks are neither in this device's slots nor among the parameters.
 
     Slots and stacks have the same form, which follows from the stored types: it is known, and memory is allocated, once
     all sinks have been told the types to expect. Biases do not move: the device and RAM each hold those of all experts
@@ -29,18 +31,19 @@ class LayerMemory:
     """
 
     def __init__(
-        self, of: Mlp, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device, ram: Memory,
-        staging: Staging,
+        self, of: Mlp, owners: Sequence[int], inclusive: bool, device: torch.device, ram: Memory, staging: Staging,
+        rank: int = 0,
     ) -> None:  # fmt: skip
-        """of: the shape of each expert."""
-        self.hidden, self.width, self.experts = of.hidden, of.width, experts
-        self._resident, self._device, self._staging, self._gating = tuple(resident), device, staging, of.gating
+        """of: the shape of each expert. rank: of this device."""
+        self.hidden, self.width, self.experts = of.hidden, of.width, len(owners)
+        self.owners, self.rank, experts = tuple(owners), rank, len(owners)
+        self._resident = tuple(e for e, owner in enumerate(owners) if owner == rank)
+        self._device, self._staging, self._gating = device, staging, of.gating
         self._up_stored: set[str] = set()
         self._down_stored: set[str] = set()
-        here = frozenset(resident)
-        self.in_ram = [e for e in range(experts) if inclusive or e not in here]
+        self.in_ram = [e for e, owner in enumerate(owners) if inclusive or owner == CPU]
         self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # number in RAM
-        self.cpu_computes = len(here) < experts
+        self.cpu_computes = CPU in self.owners
         count = len(self.in_ram)
         self._biases = GatedBiases(experts, of.hidden, of.width) if of.bias else None
         in_ram = GatedBiases(count, of.hidden, of.width) if of.bias and count < experts else self._biases
@@ -73,8 +76,10 @@ class LayerMemory:
         for e in range(self.experts):
             if self.stacks is not None and e in self.number_of:
                 sinks = self.stacks.weight_sinks(self.number_of[e])
-            else:
+            elif self.owners[e] == self.rank:
                 sinks = self._slot_sinks(e)
+            else:
+                continue
             yield from ((f"{e}.{name}", sink) for name, sink in sinks)
             if self._biases is not None:
                 yield from ((f"{e}.{name}", sink) for name, sink in self._biases.sinks(e))

@@ -4,7 +4,7 @@ assembling the parts, and their order around each step. Never: decisions, kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,18 +35,19 @@ NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 @dataclass(frozen=True)
 class Placement:
-    """resident: ids of the experts on the device, for each MoE layer in the model's order. inclusive: RAM holds a copy
-    of each.
+    """owners: for each MoE layer, by its block's number: of each expert the rank whose GPU holds it, or CPU. rank: of
+    the device. inclusive: RAM holds a copy of all experts.
 
     spare: how many experts of each size may move at once; 0: placement is static. counted: count choices even then.
     trace: a file for the counts of each look (trace.py).
     """
 
-    resident: tuple[tuple[int, ...], ...]
+    owners: Mapping[int, tuple[int, ...]]
     inclusive: bool
     spare: int = 0
     counted: bool = False
     trace: Path | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class HybridModel:
 
     def __init__(self, placement: Placement, device: torch.device, ram: Memory, staging: Staging) -> None:
         self._placement, self._device, self._ram, self._staging = placement, device, ram, staging
-        self.layers: list[HybridExperts] = []
+        self._made: dict[int, HybridExperts] = {}  # by the block's number
         self.transport: Transport | None = None
         self.moves: Moves | None = None
         self.counting: Counting | None = None
@@ -75,20 +76,30 @@ class HybridModel:
         self._ended = 0
 
     def new_experts(
-        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
     ) -> HybridExperts:
-        resident = self._placement.resident[len(self.layers)]
+        """See NewExperts. Raises ValueError unless the placement has this block, with as many experts, made once."""
+        placement, of = self._placement, Mlp(hidden, width, bias, gating)
+        owners = placement.owners.get(block, ())
+        if len(owners) != experts:
+            raise ValueError(f"block {block} has {experts} experts, but the placement has {len(owners)} there")
+        if block in self._made:
+            raise ValueError(f"the experts of block {block} were made before")
         memory = LayerMemory(
-            Mlp(hidden, width, bias, gating), experts, resident, self._placement.inclusive, self._device, self._ram,
-            self._staging,
+            of, owners, placement.inclusive, self._device, self._ram, self._staging, placement.rank
         )  # fmt: skip
-        number = sum(layer.memory.cpu_computes for layer in self.layers)  # among the doorbell's layers
-        self.layers.append(HybridExperts(number, memory))
-        return self.layers[-1]
+        self._made[block] = HybridExperts(memory)
+        return self._made[block]
+
+    @property
+    def layers(self) -> list[HybridExperts]:
+        """The MoE layers, in the model's order."""
+        return [self._made[block] for block in sorted(self._made)]
 
     def bind(self, most_tokens: int, top_k: int, parts: Parts) -> None:
         """Bind the layers, after loading. Jobs have up to `most_tokens` rows with `top_k` experts each."""
-        memories = [layer.memory for layer in self.layers]
+        layers = self.layers
+        memories = [layer.memory for layer in layers]
         shared = [memory for memory in memories if memory.cpu_computes]
         if shared:
             stacks = [memory.stacks for memory in shared]
@@ -103,11 +114,13 @@ class HybridModel:
         if reads is not None:
             self.co_fetch = CoFetch(reads, IN_PLACE_PAIRS)
         self._faults = FaultRecords(most_tokens, top_k, self._device)
-        for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
+        called = 0  # layers of the doorbell so far
+        for number, (layer, residency) in enumerate(zip(layers, self.tables.residency, strict=True)):
             transport = self.transport if layer.memory.cpu_computes else None
-            bell = None if transport is None else transport.bell(layer.layer)
+            bell = None if transport is None else transport.bell(called)
             device = parts.experts(layer.memory, replace(residency, bell=bell), self._faults.of(number))
-            layer.bind(device, transport)
+            layer.bind(device, transport, called)
+            called += transport is not None
         if not counted:
             return
         copiers = parts.copiers()

@@ -32,6 +32,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.hybrid.tables import Tables
 from proa.machine.cost.heat import Heat, Swap, swaps_with_room
+from proa.models.ranks import CPU
 
 _Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
 
@@ -81,7 +82,7 @@ class Moves:
         self._resident = np.zeros((len(layers), tables.experts), bool)
         self._movable = np.zeros_like(self._resident)
         for i, layer in enumerate(layers):
-            self._movable[i, : layer.experts] = True
+            self._movable[i, : layer.experts] = [owner in (CPU, layer.rank) for owner in layer.owners]
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
         self._ended = 0

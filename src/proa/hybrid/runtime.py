@@ -39,14 +39,14 @@ class DeviceExperts(Protocol):
 class HybridExperts:
     """Implements Experts of ops/table.py. Call `bind` after loading."""
 
-    def __init__(self, layer: int, memory: LayerMemory) -> None:
-        self.layer, self.memory = layer, memory
+    def __init__(self, memory: LayerMemory) -> None:
+        self.memory, self.layer = memory, -1
         self._device: DeviceExperts | None = None
         self._transport: Transport | None = None
 
-    def bind(self, device: DeviceExperts, transport: Transport | None) -> None:
-        """transport: None if the CPU computes no expert of this layer."""
-        self._device, self._transport = device, transport
+    def bind(self, device: DeviceExperts, transport: Transport | None, layer: int) -> None:
+        """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell."""
+        self._device, self._transport, self.layer = device, transport, layer
 
     @property
     def residency(self) -> Residency:

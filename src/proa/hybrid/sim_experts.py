@@ -13,29 +13,12 @@ from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Rows, moe
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
-from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
+from proa.ops.device_reference import locate, record_faults
+from proa.ops.faults import CPU, INPUT, SHARED, LayerFaults
 from proa.ops.pieces import pieces_at
-from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
+from proa.ops.residency import Located, Residency
 
 LANE = 1  # of the pool; the doorbell's jobs use the other
-
-
-def locate(ids: Tensor, residency: Residency) -> Located:
-    """Reference in plain torch of ops/triton/locate.py."""
-    found, real = ids.clamp(min=0).long(), ids >= 0
-    if residency.counts is not None:
-        residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
-    up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
-    cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
-    if (here := residency.in_place) is not None and ids.numel() <= IN_PLACE_PAIRS:
-        missing = (cpu >= 0) & (here.up[found] != 0)
-        chosen = torch.bincount(found[missing], minlength=len(residency.up))
-        alone = missing & (chosen[found] == 1)
-        kept = int(alone.sum()) - int(here.share[int((chosen > 0).sum())])
-        fetched = alone & (alone.flatten().cumsum(0).view(alone.shape) > kept)
-        up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
-        cpu = torch.where(fetched, -1, cpu)
-    return Located(ids, up, down, cpu)
 
 
 class SimExperts:
@@ -122,13 +105,6 @@ class SimExperts:
     def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
         """Write fault records, as a GPU does. Only the sum of the device's experts is known here, so a record names all
         of them that the row chose."""
-        for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
-            record = self._faults.notes.records[row]
-            if record[LAYER] or at.ids[row, 0] < 0:
-                continue
-            mine = sum(1 << k for k, address in enumerate(at.up[row].tolist()) if address)
-            sources = sum(bit for bit, part in parts.items() if part is not None and not part[row].isfinite().all())
-            if own is not None and not own[row].isfinite().all():
-                sources |= mine
-            record[LAYER], record[SOURCES], record[OWN] = self._faults.layer + 1, sources, mine
-            record[IDS:] = at.ids[row]
+        mine = at.up != 0
+        of_device = {1 << k: None if own is None else own.where(mine[:, k, None], 0.0) for k in range(mine.shape[1])}
+        record_faults(total, at, mine, self._faults, parts | of_device)

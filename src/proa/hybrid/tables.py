@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
+from proa.models.ranks import CPU
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 from proa.ops.sizes import ADDRESSES, table_words
 
@@ -23,6 +23,9 @@ from proa.ops.sizes import ADDRESSES, table_words
 
 class Tables:
     """Made after loading. `residency[i]`: the table of layer i, at fixed addresses, as graphs need.
+
+    owners: int32 [layers, experts of the largest layer], by the host's tables: the rank that computes the expert, or
+    CPU. An expert of another rank is computed neither by this device nor by the CPU: it has no address and no number.
 
     counts: int32 [layers, experts of the largest layer], choices of each expert so far, modulo 2^32, if `counted`.
     in_place: the GPU can read experts in RAM.
@@ -39,13 +42,17 @@ class Tables:
         self._share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, device=device)
         of_addresses, of_numbers = _split(self._host, self.experts)
         self._addresses, self._numbers = of_addresses.numpy(), of_numbers.numpy()
+        self.owners = np.full(self._numbers.shape, CPU, np.int32)
         self._changed: set[int] = set()
         self._share_changed = False
         for i, layer in enumerate(layers):
-            for expert, number in layer.number_of.items():
-                self.to_cpu(i, expert, number)
-            for expert, slot in layer.slots.slot_of.items():
-                self.to_gpu(i, expert, layer.slots.slot(slot))
+            for expert, owner in enumerate(layer.owners):
+                if owner == layer.rank:
+                    self.to_gpu(i, expert, layer.slots.slot(layer.slots.slot_of[expert]))
+                elif owner == CPU:
+                    self.to_cpu(i, expert, layer.number_of[expert])
+                else:
+                    self._set(i, expert, (0, 0, 0, 0), -1, owner)
         self._changed.clear()
         self._device.copy_(self._host)  # synchronous: steps run on another stream
         addresses, numbers = _split(self._device, self.experts)
@@ -56,23 +63,18 @@ class Tables:
             places = InPlace(up_place, down_place, self._share, layers[i].in_pieces) if in_place else None
             self.residency.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
 
-    @property
-    def on_device(self) -> NDArray[np.bool_]:
-        """[layers, experts of the largest layer]: True for experts on the device, by the host's tables."""
-        return self._numbers < 0
-
     def to_gpu(self, layer: int, expert: int, slot: Slot) -> None:
         """From the next `publish` on, the GPU computes the expert, in this slot."""
-        self._set(layer, expert, (slot.up.data_ptr(), slot.down.data_ptr(), 0, 0), -1)
+        self._set(layer, expert, (slot.up.data_ptr(), slot.down.data_ptr(), 0, 0), -1, self._layers[layer].rank)
 
     def to_cpu(self, layer: int, expert: int, number: int) -> None:
         """From the next `publish` on, the CPU computes the expert, under this number in RAM."""
         places = self._layers[layer].addresses(number) if self._in_place else (0, 0)
-        self._set(layer, expert, (0, 0, *places), number)
+        self._set(layer, expert, (0, 0, *places), number, CPU)
 
-    def _set(self, layer: int, expert: int, addresses: tuple[int, int, int, int], number: int) -> None:
+    def _set(self, layer: int, expert: int, addresses: tuple[int, int, int, int], number: int, owner: int) -> None:
         self._addresses[layer, :, expert] = addresses
-        self._numbers[layer, expert] = number
+        self._numbers[layer, expert], self.owners[layer, expert] = number, owner
         self._changed.add(layer)
 
     def share(self, of_misses: Sequence[int]) -> None:

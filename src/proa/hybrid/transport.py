@@ -57,7 +57,6 @@ from torch import Tensor
 
 from proa.native.doorbell import (
     ANY_SERVICE,
-    FORESEEN_ROWS,
     PROBE_LAYER,
     Counters,
     Doorbell,
@@ -70,7 +69,7 @@ from proa.native.doorbell import (
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import Bell, BellBlock, check_pull, check_push, copied, views
-from proa.ops.reference import rms_norm, route
+from proa.ops.device_reference import foresee, write_job
 from proa.ops.table import NextRouter
 
 
@@ -145,7 +144,7 @@ class HostTransport:
         self._rows = rows if bool(rows.any()) else None
         if self._rows is not None:
             self._number = (self._number + 1) % (1 << 32)
-            self._write(self._block_of(len(x)), x, ids.where(on_cpu, -1), weights, rows, layer)
+            write_job(self._block_of(len(x)), x, ids, weights, on_cpu, layer, self._number)
         elif not self._copies:
             return
         self.doorbell.ring(self._number)
@@ -153,24 +152,9 @@ class HostTransport:
     def _block_of(self, tokens: int) -> BellBlock:
         return copied(self._memory, self.size, tokens).block if self._copies else self._block
 
-    def _write(self, block: BellBlock, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, layer: int) -> None:
-        tokens = len(x)
-        block.ids[:tokens] = ids
-        block.weights[:tokens] = weights
-        block.x[:tokens][rows] = x[rows]
-        signed = self._number - (self._number >> 31 << 32)
-        block.header.copy_(torch.tensor((layer, tokens, signed)))
-
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
-        if not self._read_ahead or len(x) > FORESEEN_ROWS:
-            return
-        normed = rms_norm(x, following.norm.weight, following.norm.eps, following.norm.offset)
-        ids, _ = route(following.router(normed), slots, following.rule)
-        numbers = torch.where(ids >= 0, cpu[ids.clamp(min=0).long()], -1)
-        block = self._block
-        block.foreseen_ids[: len(x)] = numbers
-        block.foreseen[1:] = torch.tensor((layer, len(x)))
-        block.foreseen[0] += 1
+        if self._read_ahead:
+            foresee(x, slots, following, cpu, layer, self._block)
 
     def pull(self, out: Tensor) -> None:
         check_pull(out, self._block)

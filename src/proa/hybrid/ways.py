@@ -31,12 +31,15 @@ class Taken:
     round_trip_us: float  # of an empty job
     decision: Decision
 
-    def read_ahead(self) -> Decision:
-        """The start-up row of --read-ahead auto: on only if kernels ring."""
-        if self.decision.got == "kernel":
-            why = "idle CPU workers prefetch the next layer's probable experts, in steps of up to 4 tokens"
-            return Decision("read ahead", "auto", "on", why)
-        return Decision("read ahead", "auto", "off", "prefetch hints by copies cost more than they save")
+    def rows(self, *, read_ahead: bool) -> tuple[Decision, ...]:
+        """The start-up rows of --doorbell and, with read_ahead, of --read-ahead auto, which is on only if kernels
+        ring."""
+        if not read_ahead:
+            return (self.decision,)
+        on = self.decision.got == "kernel"
+        why = "idle CPU workers prefetch the next layer's probable experts, in steps of up to 4 tokens"
+        why = why if on else "prefetch hints by copies cost more than they save"
+        return self.decision, Decision("read ahead", "auto", "on" if on else "off", why)
 
 
 def take(asked: str, make: Callable[[Way], Transport], rounds: int) -> Taken:

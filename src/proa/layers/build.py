@@ -37,5 +37,5 @@ def build_mixer(s: spec.Mixer, model: spec.Model, ops: Ops) -> Mixer:
     return _MIXERS[type(s)](s, model, ops)
 
 
-def build_ffn(s: spec.Mlp | spec.Moe, ops: Ops) -> Mlp | Moe:
-    return Mlp(s, ops) if isinstance(s, spec.Mlp) else Moe(s, ops)
+def build_ffn(s: spec.Mlp | spec.Moe, ops: Ops, block: int) -> Mlp | Moe:
+    return Mlp(s, ops) if isinstance(s, spec.Mlp) else Moe(s, ops, block)

@@ -22,12 +22,12 @@ class Block:
     """x += mixer(norm1 x); x += ffn(norm2 x), each times the model's residual factor; one of the two may be missing.
     The last residual add is deferred and fused with the next norm."""
 
-    def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
+    def __init__(self, s: spec.Block, model: spec.Model, ops: Ops, number: int) -> None:
         self._ops, self._factor = ops, model.residual_factor
         self.norm1 = RmsNorm(model, ops)
         self.norm2 = RmsNorm(model, ops)
         self.mixer = build_mixer(s.mixer, model, ops) if s.mixer else None
-        self.ffn = build_ffn(s.ffn, ops) if s.ffn else None
+        self.ffn = build_ffn(s.ffn, ops, number) if s.ffn else None
 
     def __call__(
         self, x: Tensor, y: Tensor | Unsummed | None, step: Step, caches: tuple[LayerCache, ...]
@@ -70,7 +70,7 @@ class Decoder:
         self.spec, self._ops = model, ops
         self.argmax, self._add, self._join, self._gather = ops.argmax, ops.add, ops.join, ops.gather
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
-        self.blocks = [Block(block, model, ops) for block in model.blocks]
+        self.blocks = [Block(block, model, ops, number) for number, block in enumerate(model.blocks)]
         with_experts = [(block.ffn, block.norm2) for block in self.blocks if isinstance(block.ffn, Moe)]
         for (ffn, _), following in pairwise(with_experts):
             ffn.is_followed_by(*following)

@@ -11,12 +11,13 @@ from proa.ops.table import NextRouter, Norm, Ops, Parameters, RouterRule, Unsumm
 
 
 class Moe:
-    def __init__(self, s: spec.Moe, ops: Ops) -> None:
+    def __init__(self, s: spec.Moe, ops: Ops, block: int) -> None:
+        """block: its number in the model."""
         self._ops, maps = ops, ops.maps
         self.router = maps.router(s.scored, s.hidden, s.router.linear_bias)
         self._correction = maps.numbers(s.scored) if s.router.correction else None
         self._rule = RouterRule(s.top_k, s.router, self._correction)
-        self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating)
+        self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating, block=block)
         shared = s.shared
         self.shared = maps.mlp(shared.hidden, shared.width, shared.bias, shared.gating) if shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None

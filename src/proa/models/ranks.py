@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 from proa.errors import UsageError
 from proa.models.spec import Attention, Block, GatedDeltaNet, Held, LatentAttention, Mixer, Mlp, Model, Moe, Params
 
+CPU = -1  # owner of an expert that no rank's GPU holds: the CPUs of the host compute it
+
 # Parameter of the whole model -> the unit of its rows and of its columns. Cuts fall on multiples of these, so that no
 # group or block of quantised weights is divided.
 Units = Callable[[str], tuple[int, int]]

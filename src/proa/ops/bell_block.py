@@ -9,6 +9,10 @@ from torch import Tensor
 
 from proa.native.doorbell import FORESEEN_ROWS, BlockLayout, JobSize, block_layout
 
+# Words of `state`, int32 in the GPU's memory: number of the last job; 1 if this layer has a pending job; programs that
+# have arrived and the rows they counted. Then, for each row of the step, the number of its pairs that go to the CPU.
+JOB_NUMBER, PENDING, ARRIVED, STATE_WORDS = 0, 1, 2, 4
+
 
 @dataclass(frozen=True)
 class BellBlock:
@@ -48,8 +52,8 @@ def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> BellBlock:
 
 @dataclass(frozen=True)
 class Bell:
-    """One layer's doorbell, for kernels that ring or wait besides their main work. state: int32 state of
-    ops/triton/bell.py on the device; layer: its number in the doorbell."""
+    """One layer's doorbell, for kernels that ring or wait besides their main work. state: int32
+    [STATE_WORDS + most tokens] on the device; layer: its number in the doorbell."""
 
     block: BellBlock
     state: Tensor

@@ -375,7 +375,9 @@ class CpuMaps:
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CpuMlp:
         return CpuMlp(self._to, hidden, width, bias, gating)
 
-    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> CpuExperts:
+    def experts(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
+    ) -> CpuExperts:  # fmt: skip
         return CpuExperts(self._to, experts, hidden, width, bias, gating)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CpuLatentMaps:

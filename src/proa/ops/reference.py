@@ -444,9 +444,11 @@ class TorchMaps:
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> TorchMlp:
         return TorchMlp(hidden, width, bias, gating, self._dtype)
 
-    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> Experts:
+    def experts(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
+    ) -> Experts:  # fmt: skip
         if self._new_experts is not None:
-            return self._new_experts(experts, hidden, width, bias, gating)
+            return self._new_experts(experts, hidden, width, bias, gating, block=block)
         return TorchExperts(experts, hidden, width, bias, gating, self._dtype)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> TorchLatentMaps:

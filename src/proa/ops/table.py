@@ -337,9 +337,9 @@ class Experts(Protocol):
 
 class NewExperts(Protocol):
     def __call__(
-        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
     ) -> Experts:  # fmt: skip
-        """Make the routed experts of one MoE layer; called once per MoE layer, in order."""
+        """Make the routed experts of the MoE layer in this block of the model; called once per MoE layer."""
 
 
 class Embedding(Protocol):
@@ -367,7 +367,9 @@ class Maps(Protocol):
 
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> Mlp: ...
 
-    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> Experts: ...
+    def experts(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
+    ) -> Experts: ...  # fmt: skip
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> LatentMaps: ...
 

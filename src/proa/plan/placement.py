@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
 from proa.plan.expert_counts import Counts
 from proa.plan.packed_size import expert_forms
-from proa.plan.plan import CPU, Owners
+from proa.plan.plan import Owners
 
 COLUMN_UNIT, BF16_BYTES = 32, 2
 

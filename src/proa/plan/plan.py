@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from proa.machine.topology import Team
-from proa.models.ranks import Mesh
+from proa.models.ranks import CPU, Mesh
 from proa.types import Decision
-
-CPU = -1  # owner of an expert that no rank holds: the CPUs of the host
 
 # Per MoE layer, the owner of each expert: the number of a rank, which computes it on its GPU, or CPU.
 Owners = tuple[tuple[int, ...], ...]

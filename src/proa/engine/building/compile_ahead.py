@@ -24,7 +24,7 @@ import torch
 from proa.engine.building.rehearsal import rehearse
 from proa.machine.cgroup import cgroup_limits
 from proa.models.names import Declared
-from proa.ops.triton.ahead import Compiled, Compiler, Variant, recording
+from proa.ops.ahead import Compiled, Compiler, Variant, recording
 from proa.plan.packed_size import dummy_types
 from proa.plan.plan import Plan
 from proa.weights import sources

@@ -18,7 +18,7 @@ from proa.engine.building.compile_ahead import Done, Event, Listed, end_with, st
 from proa.engine.ipc import Loading
 from proa.obs.progress import COMPILING
 from proa.obs.units import format_duration
-from proa.ops.triton.ahead import Variant, hash_triton
+from proa.ops.ahead import Variant, hash_triton
 from proa.types import Decision
 
 log = logging.getLogger(__name__)

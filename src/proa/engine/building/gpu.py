@@ -49,11 +49,12 @@ from proa.models.names import Declared
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
 from proa.obs.units import format_bytes
+from proa.ops.ahead import load, settle, watch
 from proa.ops.cuda import CudaOps
+from proa.ops.cuda_device import device_ops
 from proa.ops.gpu_traits import traits_of
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
-from proa.ops.triton.ahead import load, settle, watch
 from proa.plan.plan import Plan
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -93,9 +94,8 @@ class GpuBuild:
         self.flush = self._staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
         self._traits = traits_of(self._device)
-        self.model = Decoder(
-            spec, CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits).table()
-        )  # fmt: skip
+        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits)
+        self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:
@@ -115,10 +115,10 @@ class GpuBuild:
         self._decisions.append(self._compiling.wait(report))  # before the measurements below, which it would disturb
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
-        spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
+        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
         in_place = self._read_in_place(spaces)
         parts = Parts(
-            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),
             self._transport,
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
             in_place,
@@ -132,7 +132,7 @@ class GpuBuild:
         )  # fmt: skip
         queue = CudaQueue(self._device, sleeps=not self._gpu.gpu_only)
         executor = GraphExecutor(
-            self.model, caches, step_limits(plan), queue, self._hybrid, deterministic=plan.deterministic
+            self.model, caches, step_limits(plan), queue, self._ops, self._hybrid, deterministic=plan.deterministic
         )
         self._timeline.mark("caches")
         tasks = executor.warm_ups(compiled=self._compiling.progress.complete)
@@ -155,7 +155,7 @@ class GpuBuild:
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
         cpu = CpuReads(memory, self.pool, top_k(self._spec))
-        together = read_together(ReadInPlace(memory, spaces.of(memory)), cpu)
+        together = read_together(ReadInPlace(memory, spaces), cpu)
         if together is None:
             why = "the rates at which GPU and CPU read RAM at the same time could not be measured"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
@@ -171,13 +171,11 @@ class GpuBuild:
         )  # fmt: skip
         taken = take(
             self._gpu.doorbell,
-            lambda way: GpuTransport(self.pool, layers, size, self._device, service, way),
+            lambda way: GpuTransport(self.pool, layers, size, self._device, self._ops, service, way),
             PROBE_ROUNDS,
         )
         self._round_trip_us = taken.round_trip_us
-        self._decisions.append(taken.decision)
-        if self._gpu.read_ahead:
-            self._decisions.append(taken.read_ahead())
+        self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)
         return taken.transport
 
     def saver(self) -> CountSaver | None:

@@ -55,7 +55,8 @@ def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
 
 def placement_of(gpu: GpuPlan) -> Placement:
     trace = None if gpu.trace is None else Path(gpu.trace)
-    return Placement(gpu.resident, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace)
+    owners = dict(zip(gpu.blocks, gpu.owners, strict=True))
+    return Placement(owners, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace, gpu.rank)
 
 
 def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:

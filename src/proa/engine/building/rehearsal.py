@@ -34,13 +34,14 @@ from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import Bell
+from proa.ops.bell_block import STATE_WORDS, Bell
 from proa.ops.cuda import CudaOps
+from proa.ops.cuda_device import device_ops
+from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
-from proa.ops.triton import bell
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
@@ -133,11 +134,12 @@ class Stage:
         for name, target in self._model.parameters():
             if not isinstance(target, Tensor):
                 target.expect(of.stored.get(name, "BF16"))
-        spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations)
+        self._ops = device_ops(META)
+        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations)
         self._spaces = spaces
         self._transported: _NoTransport | None = None
         parts = Parts(
-            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),
             self._transport,
             lambda: Copiers(_NoCopier(), _NoCopier()),
             InPlaceRates(1.0, 1.0) if of.gpu.co_fetch else None,
@@ -147,10 +149,10 @@ class Stage:
             of.spec, plan.num_pages, plan.page_tokens, torch.bfloat16, META, sequences=plan.state_slots,
             kv=KvStorage(DTYPES[plan.kv_dtype]),
         )  # fmt: skip
-        self._on = DeviceSteps(self._model, caches, self._limits, _NoAngles(of.spec), META)
+        self._on = DeviceSteps(self._model, caches, self._limits, _NoAngles(of.spec), META, self._ops)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> _NoTransport:
-        self._transported = _NoTransport(size, self._gpu.doorbell)
+        self._transported = _NoTransport(size, self._gpu.doorbell, self._ops)
         return self._transported
 
     def steps(self) -> Iterator[Callable[[], None]]:
@@ -175,7 +177,7 @@ class Stage:
 
     def _read_in_place(self) -> None:
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
-        calls = InPlace(memory, self._spaces.of(memory))
+        calls = InPlace(memory, self._spaces)
         calls.read(calls.batches[0])
 
     def decode(self, bucket: int) -> None:
@@ -253,18 +255,18 @@ class _NoCopies:
 class _NoTransport:
     """Launches the GPU's side of a transport, without a CPU that answers."""
 
-    def __init__(self, size: JobSize, doorbell: str) -> None:
+    def __init__(self, size: JobSize, doorbell: str, ops: DeviceOps) -> None:
         """doorbell: the planned way to ring, a key of WAYS or "auto"."""
         self.size = size
         memory = torch.empty(block_layout(size).bytes, dtype=torch.uint8, device=META)
-        state = torch.empty(bell.ROWS + size.most_tokens, dtype=torch.int32, device=META)
-        self._by_kernels = ByKernels(memory, size, META, state)
-        copies = ByCopies(memory, size, state, memory, _NoCopies(), _NoCopies())
+        state = torch.empty(STATE_WORDS + size.most_tokens, dtype=torch.int32, device=META)
+        self._by_kernels = ByKernels(memory, size, ops, state)
+        copies = ByCopies(memory, size, ops, state, memory, _NoCopies(), _NoCopies())
         self._way: GpuWay = self._by_kernels if WAYS.get(doorbell, Way.NUMBER) is Way.NUMBER else copies
 
     def try_out(self) -> None:
         if self._way is self._by_kernels:
-            self._by_kernels.look(1, torch.empty(1, dtype=torch.int32, device=META))
+            self._by_kernels.poll(1, torch.empty(1, dtype=torch.int32, device=META))
         else:
             self._way.try_out()
 

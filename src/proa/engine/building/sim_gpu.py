@@ -81,9 +81,7 @@ class SimBuild:
         )
         taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
         self._round_trip_us = taken.round_trip_us
-        self._decisions.append(taken.decision)
-        if self._gpu.read_ahead:
-            self._decisions.append(taken.read_ahead())
+        self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)
         return taken.transport
 
     def saver(self) -> CountSaver | None:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proa.ops.device_table import DeviceOps
+from proa.ops.draws import WHOLE, DrawSpace
 from proa.ops.sizes import MOST_LOGPROBS, logprobs_keys
-from proa.ops.triton.logprobs import row_logprobs
-from proa.ops.triton.weights import WHOLE, Space
 from proa.types import TokenLogprob
 
 
 class DeviceLogprobs:
     """Serves up to `rows` rows of `vocab` logits. Each launch must be read before the next one."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab: int, device: torch.device, ops: DeviceOps) -> None:
         pinned, most = device.type == "cuda", min(MOST_LOGPROBS, vocab)
-        self._most = most
-        self._space = Space(rows, vocab, 1, device)
+        self._most, self._ops = most, ops
+        self._space = DrawSpace(rows, vocab, 1, device)
         self._kinds = torch.full((rows,), WHOLE, dtype=torch.int32, device=device)
         self._inverses = torch.ones(rows, dtype=torch.float64, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32).to(device)
@@ -37,7 +37,7 @@ class DeviceLogprobs:
         self._number, self._count = len(rows), min(top, self._most)
         number, count = self._number, self._count
         num_ids, num_logprobs = number * count, number * (count + 1)
-        row_logprobs(
+        self._ops.row_logprobs(
             logits, rows, tokens, (self._kinds[:number], self._inverses[:number]), self._space, self._workspace,
             self._ids[:num_ids].view(number, count), self._logprobs[:num_logprobs].view(number, count + 1),
         )  # fmt: skip

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.ops.device_table import DeviceOps
+from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks, floor_of, inverse_of
 from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT, mask_words
-from proa.ops.triton.draw import NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
-from proa.ops.triton.weights import BEST, CUT, WHOLE, Masks, Space, edit, restore
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.edits import LogitEdits
 from proa.sampling.rows import Row
@@ -27,12 +27,13 @@ class DeviceSampler:
     """Serves up to `rows` rows of `vocab` logits. A launch must be read before the next; all on the model's stream."""
 
     def __init__(
-        self, rows: int, vocab: int, device: torch.device, logprobs: DeviceLogprobs, most_edits: int = MOST_EDITS
-    ) -> None:
+        self, rows: int, vocab: int, device: torch.device, ops: DeviceOps, logprobs: DeviceLogprobs,
+        most_edits: int = MOST_EDITS,
+    ) -> None:  # fmt: skip
         """logprobs: for at least `rows` rows; may be used elsewhere between steps."""
         pinned = device.type == "cuda"
-        self._logprobs = logprobs
-        self._space = Space(rows, vocab, min(MOST_KEPT, vocab), device)
+        self._logprobs, self._ops = logprobs, ops
+        self._space = DrawSpace(rows, vocab, min(MOST_KEPT, vocab), device)
         self._inputs = _Inputs(rows, vocab, device)
         self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
@@ -55,10 +56,10 @@ class DeviceSampler:
             edits, saved = self._edits[: self._num_edits], self._saved
             if self._num_edits:
                 edits.copy_(self._host_edits[: self._num_edits], non_blocking=True)
-                edit(logits, edits, saved)
-            draw(logits, jobs, any(_kind(rows[i]) == CUT for i in drawn), self._space, tokens)
+                self._ops.edit(logits, edits, saved)
+            self._ops.draw(logits, jobs, any(_kind(rows[i]) == CUT for i in drawn), self._space, tokens)
             if self._num_edits:
-                restore(logits, edits, saved)
+                self._ops.restore(logits, edits, saved)
         if self._explained:
             top = max(rows[i].sampling.logprobs or 0 for i in self._explained)
             self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
@@ -128,7 +129,7 @@ class _Inputs:
         )
         self.explained = self._theirs[1][4]
 
-    def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> Jobs:
+    def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> DrawJobs:
         number, num_masks = len(drawn), 0
         words = self._host_words.numpy()
         for job, (i, row) in enumerate(drawn):
@@ -146,7 +147,7 @@ class _Inputs:
         inverses, uniforms, top_p, min_p = self._theirs[0][:, :number]
         rows, kinds, top_k, floors = self._theirs[1][:4, :number]
         masks = Masks(self._theirs[1][5, :number], self._words)
-        return Jobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p, masks)
+        return DrawJobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p, masks)
 
 
 def _kind(row: Row) -> int:

@@ -18,6 +18,7 @@ from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.ops.caches import Caches
+from proa.ops.device_table import DeviceOps
 from proa.ops.table import AttentionBatch
 
 
@@ -32,7 +33,7 @@ class DeviceSteps:
 
     def __init__(
         self, model: Decoder, caches: Caches, limits: StepLimits, angles: Angles, device: torch.device,
-        kept_blocks: Sequence[int] = (),
+        ops: DeviceOps, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._caches, self._angles, self._device = model, caches, angles, device
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
@@ -43,8 +44,8 @@ class DeviceSteps:
         self.scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(limits.head_rows, vocab, device=device)
         self.best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
-        self.logprobs = DeviceLogprobs(limits.head_rows, vocab, device)
-        self.sampler = DeviceSampler(min(limits.sequences, limits.rows), vocab, device, self.logprobs)
+        self.logprobs = DeviceLogprobs(limits.head_rows, vocab, device, ops)
+        self.sampler = DeviceSampler(min(limits.sequences, limits.rows), vocab, device, ops, self.logprobs)
 
     def decode_inputs(self, bucket: int, rows_each: int) -> DeviceInputs:
         """New inputs for steps of up to `bucket` sequences with `rows_each` rows each."""

@@ -30,6 +30,7 @@ from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
+from proa.ops.device_table import DeviceOps
 from proa.ops.sizes import buckets
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -61,7 +62,7 @@ class GraphExecutor:
     """All calls come from one thread, and launch to one queue."""
 
     def __init__(
-        self, model: Decoder, caches: Caches, limits: StepLimits, queue: Queue,
+        self, model: Decoder, caches: Caches, limits: StepLimits, queue: Queue, ops: DeviceOps,
         session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
@@ -70,7 +71,7 @@ class GraphExecutor:
         self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
-        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, kept_blocks)
+        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)

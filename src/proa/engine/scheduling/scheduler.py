@@ -131,22 +131,11 @@ class Scheduler:
             self._remove(request, "abort")
         return True
 
-    def fail_all(self) -> list[str]:
-        """End all requests at once and drop the steps in flight, whose plans must not be committed, because the engine
-        failed or stops. Returns the ids of the requests that had not ended, oldest first."""
-        for plan in self._flying:
-            self._forget_copies(plan.items)
-        self._in_flight, self.beside, self._ahead, self._void = [], None, None, set()
-        ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
-        for request in list(self._requests.values()):
-            self._remove(request, "error")
-        return ended
-
     # ---- a step
 
     def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
-        plan must be followed by commit() or fail_all(). May set `beside` to a new step, whose `copy_from` copies must
+        plan must be followed by commit(). May set `beside` to a new step, whose `copy_from` copies must
         be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
         budget_tokens = self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:

@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops import bell_block
 from proa.ops.bell_block import BellBlock, check_pull, check_push
 from proa.ops.triton.variant import Variant
 
-# State words in device memory, int32: number of the last job; 1 if this layer has a pending job; programs that have
-# arrived and the rows they counted. Then, for each row of the step, the number of its pairs that go to the CPU.
-NUMBER, PENDING, ARRIVED, ROWS = 0, 1, 2, 4
-JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
+_WORDS = (bell_block.JOB_NUMBER, bell_block.PENDING, bell_block.ARRIVED, bell_block.STATE_WORDS)
+JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(word) for word in _WORDS)
 _PROGRAM = tl.constexpr(1 << 24)  # one arrived program in ARRIVED; the lower bits count rows
 MOST_PROGRAMS = 64
 TILE_ROWS, TILE_VALUES = 8, 16384  # per program of push, if there are several rows
@@ -169,9 +168,9 @@ def _wait(answer, state):
     await_answer(answer, state)
 
 
-@triton.jit(do_not_specialize=["turns"])
-def _look(word, turns, found):
-    seen = tl.inline_asm_elementwise(_LOOK, "=&r,l,r", [word.to(tl.uint64), turns], tl.int32, is_pure=False, pack=1)
+@triton.jit(do_not_specialize=["polls"])
+def _look(word, polls, found):
+    seen = tl.inline_asm_elementwise(_LOOK, "=&r,l,r", [word.to(tl.uint64), polls], tl.int32, is_pure=False, pack=1)
     tl.store(found, seen)
 
 
@@ -198,7 +197,8 @@ def push(
     do nothing.
 
     x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: the CPU
-    computes a pair with id >= 0 and address 0. state int32 [ROWS + most tokens], initially zeros. Raises ValueError.
+    computes a pair with id >= 0 and address 0. state int32
+    [STATE_WORDS + most tokens], initially zeros. Raises ValueError.
     """
     tokens, top_k = ids.shape
     check_push(x, ids, weights, up_address, block)
@@ -228,10 +228,9 @@ def take(out: Tensor, block: BellBlock, state: Tensor) -> None:
     _take(out, block, state, False)
 
 
-def look(word: Tensor, turns: int, found: Tensor) -> None:
-    """Poll `word`, int32 [1] in memory that the CPU writes, until it is not 0 or for `turns` loads; store the last
-    value in found, int32 [1]."""
-    _look[(1,)](word, turns, found, num_warps=1)
+def poll(word: Tensor, polls: int, found: Tensor) -> None:
+    """See Poll of ops/device_table.py."""
+    _look[(1,)](word, polls, found, num_warps=1)
 
 
 def _take(out: Tensor, block: BellBlock, state: Tensor, polled: bool) -> None:
@@ -276,7 +275,7 @@ def variants() -> Iterator[Variant]:
             shape = _push_shape(tokens, hidden, top_k)
             types = inputs | {"ids": ids} | to | numbers
             yield Variant(_push, types, shape, warps=_push_warps(shape), aligned=aligned)
-    yield Variant(_look, {"word": "*i32", "turns": "i32", "found": "*i32"}, {}, warps=1)
+    yield Variant(_look, {"word": "*i32", "polls": "i32", "found": "*i32"}, {}, warps=1)
     yield Variant(_wait, {"answer": "*i64", "state": "*i32"}, {}, warps=1)
     types = {"y": "*fp32", "out": "*fp32", "out_row": "i32", "answer": "*i64", "state": "*i32"}
     for hidden, polled in ((2048, True), (2048, False), (7168, True)):

@@ -13,14 +13,13 @@ these candidates counts the candidates before it and sums their weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.draws import DrawJobs, DrawSpace
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.sizes import mask_words, parts_of
@@ -31,22 +30,17 @@ from proa.ops.triton.weights import (
     IS_BEST,
     IS_CUT,
     NOTHING,
-    Masks,
-    Space,
     allowed_scores_at,
     bins_of,
     keys_of,
     largest_key,
     logs_of,
-    no_masks,
     score_of,
     token_of,
     weigh,
     weights_of,
 )
 
-TOO_MANY = -2  # the result for rows with more candidates than there is room for
-NO_TOP_K = 2**31 - 1
 RANKED, AGAINST, RANK_PROGRAMS = (
     16,
     128,
@@ -56,21 +50,6 @@ PICKED = 1024
 
 # A bound on the rounding of sums of float64 over BINS, relative to their total.
 ROUNDING: tl.constexpr = tl.constexpr(1e-9)
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """Sampling parameters of J rows, [J] each, on the device."""
-
-    rows: Tensor  # int32: index of the row in logits and tokens
-    kinds: Tensor  # int32: weights.BEST, WHOLE or CUT
-    top_k: Tensor  # int32; NO_TOP_K: none
-    floors: Tensor  # int32: floor_of(min_p)
-    inverses: Tensor  # float64: 1 / temperature
-    uniforms: Tensor  # float64 in [0, 1)
-    top_p: Tensor  # float64
-    min_p: Tensor  # float64
-    masks: Masks | None = None  # None: all tokens of all rows are allowed
 
 
 @triton.jit
@@ -229,23 +208,13 @@ def _pick_whole(
     tl.store(tokens + row, chosen * BLOCK + tl.sum(passed.to(tl.int32), 0))
 
 
-def floor_of(min_p: float) -> int:
-    """The last bin of the histogram that can hold a token which survives min_p."""
-    return min(BINS - 1, int(-math.log(min_p) * BINS_PER_NAT.value) + 1) if min_p > 0.0 else BINS - 1
-
-
-def inverse_of(temperature: float) -> float:
-    """1 / temperature, clamped to a finite value: beyond it, any difference of logits exceeds a weight's resolution."""
-    return min(1.0 / temperature, 1e300) if temperature > 0.0 else 1.0
-
-
-def draw(logits: Tensor, jobs: Jobs, cuts: bool, space: Space, tokens: Tensor) -> None:
+def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: Tensor) -> None:
     """Sample each job's row: replace tokens[row] by the sampled token, or by TOO_MANY; negative tokens stay.
 
     logits float32 [R, vocab], rows may be strided; tokens int32 [R]; cuts: True if any job's kind is CUT.
     """
     number = len(jobs.rows)
-    masks = jobs.masks or no_masks(number, space)
+    masks = jobs.masks or space.no_masks(number)
     weigh(logits, jobs.rows, jobs.kinds, jobs.inverses, space, masks)
     if not number:
         return

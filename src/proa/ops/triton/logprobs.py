@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.draws import DrawSpace
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.sizes import logprobs_keys, parts_of
 from proa.ops.triton.variant import Variant
 from proa.ops.triton.weights import (
     BEST_WEIGHT,
     NOTHING,
-    Space,
     keys_of,
     largest_key,
     score_of,
@@ -65,7 +65,7 @@ def _explain(
 
 
 def row_logprobs(
-    logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: Space, workspace: Tensor,
+    logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: DrawSpace, workspace: Tensor,
     ids: Tensor, logprobs: Tensor,
 ) -> None:  # fmt: skip
     """Natural logprobs of J rows: of tokens[row], then of the top `count` tokens, the lowest id first among equals.

@@ -9,28 +9,25 @@ the same token however the work is distributed. Tokens below 2**-41 of the most 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops import draws
 from proa.ops.sizes import EDIT_WORDS, mask_words, parts_of
 from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
 
-# Bins of log-weights per nat below the most likely token; the last of the LOGIT_BINS bins ends below 2**-41.
-BINS_PER_NAT: tl.constexpr = tl.constexpr(18.0)
+BINS_PER_NAT: tl.constexpr = tl.constexpr(draws.BINS_PER_NAT)
 BEST_WEIGHT: tl.constexpr = tl.constexpr(1099511627776.0)  # 2**40
 NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite
 
-# Kinds of jobs: argmax, sampling from the whole distribution, sampling after a cut (top_k, top_p, min_p).
-BEST, WHOLE, CUT = 0, 1, 2
-IS_BEST: tl.constexpr = tl.constexpr(BEST)
-IS_CUT: tl.constexpr = tl.constexpr(CUT)
+IS_BEST: tl.constexpr = tl.constexpr(draws.BEST)
+IS_CUT: tl.constexpr = tl.constexpr(draws.CUT)
 
 
 @triton.jit
@@ -158,23 +155,7 @@ def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr
 EDITS = 256  # edits per program
 
 
-class Space:
-    """Device buffers that the passes over up to `jobs` rows of `vocab` logits exchange."""
-
-    def __init__(self, jobs: int, vocab: int, most_kept: int, device: torch.device) -> None:
-        """most_kept: most candidates of a cut; rows with more are sampled on the CPU."""
-        parts = parts_of(vocab)
-        self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
-        self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
-        self.counts = torch.zeros(jobs, BINS, dtype=torch.int32, device=device)
-        self.unmasked = torch.full((jobs,), -1, dtype=torch.int32, device=device)
-        self.found = torch.zeros(jobs, dtype=torch.int32, device=device)
-        wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
-        self.kept_keys, self.kept_weights, self.before = wide
-        self.ranks = torch.zeros(jobs, most_kept, dtype=torch.int32, device=device)
-
-
-def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
+def check_logits(logits: Tensor, jobs: int, space: draws.DrawSpace) -> None:
     """Raise ValueError for logits that the kernels would misread."""
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 with contiguous rows, not {logits.dtype}, strides {logits.stride()}")
@@ -182,21 +163,10 @@ def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
         raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
 
 
-class Masks(NamedTuple):
-    """Allowed tokens of J rows: row of[j] of `words`, int32 [M, vocab // 32 + 1], with token t in bit t % 32 of word
-    t // 32. of: int32 [J], -1: all tokens are allowed."""
-
-    of: Tensor
-    words: Tensor
-
-
-def no_masks(jobs: int, space: Space) -> Masks:
-    return Masks(space.unmasked[:jobs], space.unmasked)
-
-
 def weigh(
-    logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space, masks: Masks | None = None
-) -> None:
+    logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: draws.DrawSpace,
+    masks: draws.Masks | None = None,
+) -> None:  # fmt: skip
     """Fill space.keys (largest key per part), space.masses (sum of weights per part, int64; not for BEST) and
     space.counts (for CUT: histogram of log-weights).
 
@@ -207,7 +177,7 @@ def weigh(
     if not len(rows):
         return
     vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
-    grid, (of, words) = (len(rows), parts), masks or no_masks(len(rows), space)
+    grid, (of, words) = (len(rows), parts), masks or space.no_masks(len(rows))
     _largest[grid](
         logits, stride, vocab, rows, of, words, mask_words(vocab), space.keys, space.counts, space.found, parts,
         BLOCK=COLUMNS, BINS=BINS,

@@ -29,7 +29,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable, JITFunction
 
 WARP = 32
-_PACKAGE = "proa.ops.triton."
+_PACKAGE = "proa.ops.triton"
 _DEVICE = -1  # the number of no GPU, so that recorded variants are not mistaken for compiled ones
 
 _Path = tuple[int, ...]  # position of an argument, possibly inside tuples
@@ -50,7 +50,7 @@ class Variant:
     @property
     def name(self) -> str:
         """A short name for logs."""
-        return self.kernel.removeprefix(_PACKAGE)
+        return self.kernel.removeprefix(f"{_PACKAGE}.")
 
 
 @functools.cache
@@ -58,9 +58,9 @@ def settle() -> Sequence[Any]:
     """Hash the sources of all jit functions in a fixed order; returns them. Up to Triton 3.7 the hash of a kernel
     depends on whether the functions that it calls were hashed before (it collects the constants that they use too
     early), so that processes that start with different kernels would miss each other's cache entries."""
-    package, found = importlib.import_module(__package__), []
+    package, found = importlib.import_module(_PACKAGE), []
     for module in sorted(each.name for each in pkgutil.iter_modules(package.__path__)):
-        path = f"{__package__}.{module}"
+        path = f"{_PACKAGE}.{module}"
         for value in vars(importlib.import_module(path)).values():
             if isinstance(value, JITCallable) and value.__module__ == path:
                 value.cache_key  # noqa: B018 - a property, which keeps what it works out
@@ -232,7 +232,7 @@ def watch(late: Callable[[str, float], None]) -> None:
     waiting: list[tuple[str, float]] = []  # used only by the one thread that launches
 
     def begins(*, fn: Any, **_: object) -> None:
-        waiting[:] = [(f"{fn.module}.{fn.name}".removeprefix(_PACKAGE), time.perf_counter())]
+        waiting[:] = [(f"{fn.module}.{fn.name}".removeprefix(f"{_PACKAGE}."), time.perf_counter())]
 
     def ends(*_: object) -> None:
         while waiting:

@@ -1,0 +1,60 @@
+"""The GPU-only ops on an NVIDIA GPU: kernels in Triton. Never: kernels, decisions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proa.ops.added import Added
+from proa.ops.bell_block import BellBlock
+from proa.ops.cuda_linear import CudaLinear
+from proa.ops.device_table import DeviceOps
+from proa.ops.faults import LayerFaults
+from proa.ops.residency import Located, Residency
+from proa.ops.table import NextRouter
+from proa.ops.triton import bell, choose, draw, expert_sum, experts, locate, logprobs, look_ahead, weights
+
+
+def device_ops(device: torch.device) -> DeviceOps:
+    """Make the table. Its buffers for hints serve one doorbell, on one stream."""
+    space = look_ahead.look_space(device)
+
+    def foresee(
+        x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int, block: BellBlock
+    ) -> None:  # fmt: skip
+        router = following.router
+        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
+        if weight is None or len(x) > look_ahead.MOST_ROWS or x.shape[1] > choose.MOST_COLUMNS:
+            return
+        rows = choose.RouterRows(weight, bias)
+        look_ahead.look_ahead(x, following.norm, rows, following.rule, slots, cpu, layer, block, space)
+
+    return DeviceOps(
+        locate=_locate,
+        expert_space=experts.expert_space,
+        experts=experts.experts,  # type: ignore[arg-type]  # takes its own ExpertSpace alone
+        sum_experts=_sum_experts,
+        sums_beside_bell=expert_sum.can_wait,
+        push=bell.push,
+        pull=bell.pull,
+        take=bell.take,
+        poll=bell.poll,
+        foresee=foresee,
+        edit=weights.edit,
+        restore=weights.restore,
+        draw=draw.draw,
+        row_logprobs=logprobs.row_logprobs,
+    )
+
+
+def _locate(ids: Tensor, residency: Residency) -> Located:
+    up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
+    at = Located(ids, up, down, torch.empty(ids.shape, dtype=torch.int32, device=ids.device))
+    locate.locate(ids, residency, at)
+    return at
+
+
+def _sum_experts(
+    partial: Tensor, weights: Tensor, at: Located, added: Added, faults: LayerFaults, x: Tensor
+) -> expert_sum.ExpertSum:  # fmt: skip
+    return expert_sum.ExpertSum(partial, weights, at.down, added, expert_sum.Watch(faults, at.ids, x))
