@@ -128,7 +128,7 @@ def _name_in(choice: Any) -> str:
 
 
 def _not_forced() -> ApiError:
-    message = 'This tool_choice is not supported: Proa cannot force a tool call. Use "auto" or "none".'
+    message = 'A tool call can be forced only on /v1/chat/completions. Set tool_choice to "auto" or "none".'
     return ApiError(400, "unsupported_parameter", message, param="tool_choice")
 
 
