@@ -45,7 +45,7 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     forced = forcing(llm, chat, prompt.tokens, _offer(request), only_one=only_one)
     if forced and params.constraint is not None:
         raise RequestError(
-            f"tool_choice forces a call, and {params.constraint.param} another form of the answer.",
+            f"tool_choice forces a call, but {params.constraint.param} demands another form of answer.",
             "Send only one of them.",
             param="tool_choice",
         )
