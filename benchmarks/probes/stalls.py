@@ -1,8 +1,10 @@
-"""How long does /health take while clients misbehave? One row for each trial: p50, p99 and the longest, in ms.
+"""How long does /health take while clients misbehave, and is anything lost? One row for each trial: p50, p99 and the
+longest /health in ms; how requests ended; memory of server and engine, and requests still running afterwards.
 
 python benchmarks/probes/stalls.py [--model demo] [--only NAME] [URL]
 
-Without a URL, `proa serve MODEL` is started. A process of its own asks /health every 20 ms, on a new connection every
+Without a URL, `proa serve MODEL` is started, and killed in the last trials: first its engine under 20 streams, then
+the server itself. A process of its own asks /health every 20 ms, on a new connection every
 other time.
 """
 
@@ -14,9 +16,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
+import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,21 +44,50 @@ async def streams(url: str) -> None:
     """200 streams, of which 30 % are cancelled, twice."""
     async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None), timeout=300) as client:
         for _ in range(2):
-            await asyncio.gather(*(_stream(client, 32, cancel=i % 10 < 3) for i in range(200)))
+            await _count(_stream(client, 32, cancel=i % 10 < 3) for i in range(200))
 
 
 async def burst(url: str) -> None:
     """420 requests at once."""
     async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None), timeout=300) as client:
-        await asyncio.gather(*(_stream(client, 8) for _ in range(420)))
+        await _count(_stream(client, 8) for _ in range(420))
 
 
-async def _stream(client: httpx.AsyncClient, tokens: int, *, cancel: bool = False) -> None:
-    with contextlib.suppress(httpx.HTTPError):
+async def engine_killed(url: str) -> None:
+    """kill -9 of the engine under 20 streams: errors within 1 s, ready again within 5 s."""
+    async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None), timeout=300) as client:
+        asked = [asyncio.create_task(_stream(client, 2000)) for _ in range(20)]
+        await asyncio.sleep(5)
+        began = time.monotonic()
+        for pid in _children(_pid_of(url), "proa.engine.processes.worker"):
+            os.kill(pid, signal.SIGKILL)
+        ends = Counter(await asyncio.gather(*asked))
+        ended_s, health = time.monotonic() - began, (await client.get("/health")).json()
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
+        ready_s = time.monotonic() - began
+        print(f"    {dict(ends)} within {ended_s:.2f} s, then {health.get('status')}; ready after {ready_s:.2f} s;"
+              f" a new request: {await _stream(client, 4)}")  # fmt: skip
+
+
+async def _count(streams: Iterable[Coroutine[Any, Any, str]]) -> None:
+    print("   ", dict(Counter(await asyncio.gather(*streams))))
+
+
+async def _stream(client: httpx.AsyncClient, tokens: int, *, cancel: bool = False) -> str:
+    """How it ended: whole, cancelled, a status, an error in the stream, or lost without a word."""
+    last = ""
+    try:
         async with client.stream("POST", CHAT, json=body_of(tokens)) as answer:
-            async for _ in answer.aiter_lines():
+            if answer.status_code != 200:
+                return f"{answer.status_code}{' with Retry-After' if 'retry-after' in answer.headers else ''}"
+            async for line in answer.aiter_lines():
                 if cancel:
-                    return
+                    return "cancelled"
+                last = line or last
+    except httpx.HTTPError as error:
+        return f"lost: {type(error).__name__}"
+    return "whole" if last == "data: [DONE]" else "error in the stream" if '"error"' in last else f"lost after {last[:80]}"
 
 
 async def slow_readers(url: str) -> None:
@@ -121,7 +156,51 @@ async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
     return await asyncio.open_connection(address.hostname, address.port)
 
 
-TRIALS = (streams, burst, slow_readers, half_open, drips, large_bodies)
+TRIALS = (streams, burst, slow_readers, half_open, drips, large_bodies, streams)
+
+
+def _pid_of(url: str) -> int:
+    """The process that listens on the URL's port."""
+    port = f"{urlsplit(url).port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (inode,) = [words[9] for words in lines if words[1].endswith(f":{port}") and words[3] == "0A"]
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(fd) == f"socket:[{inode}]":
+                return int(fd.parts[2])
+    raise SystemExit(f"No process of this machine listens on {url}.")
+
+
+def _children(pid: int, having: str = "") -> list[int]:
+    """Processes below `pid`, at any depth, whose command line has a text."""
+    found, parents = list[int](), {pid}
+    stats = {int(p.parent.name): p.read_text() for p in Path("/proc").glob("[0-9]*/stat") if p.exists()}
+    for _ in range(4):
+        parents |= {child for child, text in stats.items() if int(text.rpartition(")")[2].split()[1]) in parents}
+    for child in sorted(parents - {pid}):
+        with contextlib.suppress(OSError):
+            if having in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+    return found
+
+
+def state_of(url: str) -> str:
+    """Memory of the server and of its processes, and what still runs."""
+    server = _pid_of(url)
+    sizes = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20 for pid in (server, *_children(server))]
+    time.sleep(1.0)  # until cancellations have reached the engine
+    metrics = httpx.get(f"{url}/metrics").text.splitlines()
+    kept = [line for line in metrics if re.match(r"proa_(running|queued|waiting)_requests|proa_kv", line)]
+    return f"MiB {' '.join(f'{size:.0f}' for size in sizes)}; {'; '.join(kept)}"
+
+
+def kill_server(url: str) -> None:
+    """kill -9 of the server: no process is left."""
+    pid = _pid_of(url)
+    below = _children(pid)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(2)
+    print("server killed: of", len(below), "processes below it are left", [p for p in below if Path(f"/proc/{p}").exists()])
 
 
 def poll(url: str, stop: Any, results: Any) -> None:
@@ -163,7 +242,7 @@ def measure(trial: Callable[[str], Awaitable[None]], url: str) -> None:
     poller.join()
     p50, p99 = (times[int(len(times) * share)] for share in (0.5, 0.99))
     print(f"{trial.__name__:14} {seconds:6.1f} s  {len(times):5} asked  p50 {p50:6.1f}  p99 {p99:6.1f}  max "
-          f"{times[-1]:6.1f} ms", flush=True)  # fmt: skip
+          f"{times[-1]:6.1f} ms; {state_of(url)}", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -174,9 +253,11 @@ def main() -> None:
     asked = parser.parse_args()
     with contextlib.ExitStack() as stack:
         url = asked.url or stack.enter_context(server_process([asked.model, "--port=0"]))["url"]
-        for trial in TRIALS:
+        for trial in TRIALS if asked.url else (*TRIALS, engine_killed):
             if asked.only in (None, trial.__name__):
                 measure(trial, url)
+        if not asked.url and asked.only is None:
+            kill_server(url)
 
 
 if __name__ == "__main__":
