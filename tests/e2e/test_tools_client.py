@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from serving import serving
 
@@ -192,6 +193,38 @@ def test_forced_calls(client: openai.OpenAI) -> None:
             assert isinstance(json.loads(call.function.arguments)[required], str)
         else:
             assert answer.message.content.startswith('<tool_call>\n{"name": "get_')
+
+
+def test_forced_calls_of_other_protocols(client: openai.OpenAI, report: dict[str, Any]) -> None:
+    url, name = report["url"], "get_time"
+    message = {"role": "user", "content": "hi"}
+    tools = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+    asked = {"max_tokens": 300, "messages": [message], "tools": tools, "tool_choice": {"type": "tool", "name": name}}
+    answer = httpx.post(f"{url}/v1/messages", json=asked, timeout=60).json()
+    (block,) = answer["content"]
+    if answer["stop_reason"] == "tool_use":
+        assert block["name"] == name
+        assert isinstance(block["input"]["zone"], str)
+    else:
+        assert block["text"].startswith(f'<tool_call>\n{{"name": "{name}"')
+    functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice: Any = {"type": "function", "name": name}
+    response = client.responses.create(
+        model="m", input=[message], tools=functions, tool_choice=choice, max_output_tokens=300
+    )
+    if response.status == "completed":
+        assert [(item.type, item.name) for item in response.output] == [("function_call", name)]
+    else:
+        assert response.output_text.startswith(f'<tool_call>\n{{"name": "{name}"')
+
+
+def test_strict_calls_beside_text(client: openai.OpenAI) -> None:
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    choice = ask(client, "weather?", tools=strict).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+    (call,) = choice.message.tool_calls  # forced text has other tokens than the script, which is lost there
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+    assert ask(client, "joke", tools=strict).choices[0].message.content == "A proa walks into a bar."
 
 
 def test_wrong_tool_choices_are_refused(client: openai.OpenAI) -> None:

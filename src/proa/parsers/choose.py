@@ -14,6 +14,7 @@ from proa.parsers.formats import (
     CALL_ALIASES,
     CALLS,
     HARMONY,
+    HARMONY_CALLS,
     NONE,
     REASONING,
     REASONING_ALIASES,
@@ -70,7 +71,7 @@ class AnswerFormat(Protocol):
 
     @property
     def calls(self) -> CallFormat | None:
-        """The format of calls; None for gpt-oss' and where calls stay text."""
+        """The format of calls, as far as a grammar must know it; None where calls stay text."""
 
     @property
     def reasoning_end(self) -> str:
@@ -85,7 +86,7 @@ class TaggedFormat:
     """Delimiters of calls and of reasoning, each possibly none."""
 
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, added: Mapping[int, str]) -> None:
-        self.calls = calls
+        self.calls: CallFormat | None = calls
         self._reasoning = reasoning
         self.reasoning_end = "" if reasoning is None else reasoning.close
         think = () if reasoning is None else (reasoning.open, reasoning.close)
@@ -104,7 +105,7 @@ class TaggedFormat:
 class HarmonyFormat:
     """gpt-oss' channels."""
 
-    calls = None
+    calls: CallFormat | None = HARMONY_CALLS
     reasoning_end = "<|end|>"
 
     def __init__(self, added: Mapping[int, str]) -> None:

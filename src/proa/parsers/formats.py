@@ -57,7 +57,7 @@ class CallFormat:
     """How a family writes calls.
 
     sections: delimiters around one or more calls. only_in_sections: outside of them `pairs` are text. parts: tokens
-    inside calls whose text is needed to read them.
+    inside calls whose text is needed to read them. ends_answer: an answer ends with its first call.
     """
 
     name: str
@@ -68,11 +68,17 @@ class CallFormat:
     make_id: MakeId = openai_id
     written: str = ""  # a call of NAME with ARGUMENTS; empty if no grammar describes it
     parameter: str = ""  # one of ARGUMENTS: KEY with VALUE, STRING: whether it is a string; empty if they are JSON
+    ends_answer: bool = False
 
     @property
     def json_written(self) -> str:
         """`written` if its arguments are JSON, else empty."""
         return "" if self.parameter else self.written
+
+    @property
+    def trigger(self) -> str:
+        """The delimiter that begins `written`; empty if free text can begin alike."""
+        return next((marker for marker in self.markers if self.written.startswith(marker)), "")
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -180,7 +186,12 @@ CALLS: tuple[CallFormat, ...] = (
         make_id=mistral_id,
         written="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
     ),
-    CallFormat("gemma4", (Pair("<|tool_call>", ("<tool_call|>",), read_gemma),), parts=(GEMMA_QUOTE,)),
+    CallFormat(
+        "gemma4",
+        (Pair("<|tool_call>", ("<tool_call|>",), read_gemma),),
+        parts=(GEMMA_QUOTE,),
+        written="<|tool_call>call:NAMEARGUMENTS<tool_call|>",  # read_gemma takes JSON too
+    ),
     CallFormat(
         "nemotron",
         (Pair("<TOOLCALL>", ("</TOOLCALL>",), read_json, _OBJECT),),
@@ -192,8 +203,20 @@ CALLS: tuple[CallFormat, ...] = (
             Pair("<|python_start|>", ("<|python_end|>",), read_pythonic),
             Pair("[", (), read_pythonic, lambda head: _PYTHON_HEAD.fullmatch(head) is not None, opens_answer=True),
         ),
+        written="<|python_start|>[NAME(**ARGUMENTS)]<|python_end|>",
     ),
-    CallFormat("lfm2", (Pair("<|tool_call_start|>", ("<|tool_call_end|>",), read_pythonic),)),
+    CallFormat(
+        "lfm2",
+        (Pair("<|tool_call_start|>", ("<|tool_call_end|>",), read_pythonic),),
+        written="<|tool_call_start|>[NAME(**ARGUMENTS)]<|tool_call_end|>",
+    ),
+)
+# What a grammar must know of gpt-oss' calls, which harmony.py reads. The end token stands for <|call|>.
+HARMONY_CALLS = CallFormat(
+    "gpt_oss",
+    (),
+    written="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+    ends_answer=True,
 )
 
 REASONING: tuple[ReasoningFormat, ...] = (

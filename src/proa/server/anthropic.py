@@ -13,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
-from proa.server.anthropic_prompt import as_chat
+from proa.server.anthropic_prompt import as_chat, offered
 from proa.server.anthropic_replies import (
     AnyBlock,
     ContentBlockDelta,
@@ -36,6 +36,7 @@ from proa.server.anthropic_replies import (
 )
 from proa.server.anthropic_schema import MessagesRequest
 from proa.server.prompts import fitted, prompt_of
+from proa.server.tools import with_calls
 from proa.types import Chunk, SamplingParams
 
 
@@ -51,6 +52,10 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
     )
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
+    choice = request.tool_choice
+    one_call = choice is not None and choice.disable_parallel_tool_use
+    only_one = one_call or (choice is not None and choice.type == "tool")
+    params = with_calls(llm, chat, prompt.tokens, offered(request), params, only_one=only_one)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
@@ -59,7 +64,7 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         continuous_usage=False,
         ends_with_usage=True,
         parser=partial(llm.answer_parser, chat, prompt.tokens),
-        one_call=request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use,
+        one_call=one_call,
         headers=prompt.headers,
         writer=MessagesReplyWriter(answer_id, model_name),
     )

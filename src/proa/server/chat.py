@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import msgspec
 from msgspec import UNSET
 
 from proa.errors import RequestError
@@ -14,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import Offer, fitted, forcing, offer_tools, prompt_of, read_messages, refuse_too_many
+from proa.server.prompts import fitted, prompt_of, read_messages, refuse_too_many
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -31,6 +30,7 @@ from proa.server.replies import (
 )
 from proa.server.replies import ToolCall as WrittenCall
 from proa.server.schema import ChatRequest
+from proa.server.tools import Offer, offer_tools, with_calls
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, Chunk, SamplingParams
 
@@ -42,14 +42,8 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
     only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-    forced = forcing(llm, chat, prompt.tokens, _offer(request), only_one=only_one)
-    if forced and params.constraint is not None:
-        raise RequestError(
-            f"tool_choice forces a call, and {params.constraint.param} another form of the answer.",
-            "Send only one of them.",
-            param="tool_choice",
-        )
-    params = fitted(llm, prompt.tokens, msgspec.structs.replace(params, **forced))
+    params = with_calls(llm, chat, prompt.tokens, _offer(request), params, only_one=only_one)
+    params = fitted(llm, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=params,

@@ -26,8 +26,9 @@ from proa.server.ollama_schema import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages, read_tools
+from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages
 from proa.server.service import Service
+from proa.server.tools import offer_tools
 from proa.types import Chat, Chunk, SamplingParams
 
 API_VERSION = "0.12.0"  # of Ollama's interface: clients refuse servers that are too old
@@ -36,7 +37,7 @@ API_VERSION = "0.12.0"  # of Ollama's interface: clients refuse servers that are
 async def chat_job(llm: AsyncLLM, request: OllamaChatRequest, answer_id: str, model_name: str) -> Job:
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     messages = read_messages([_message(message) for message in request.messages])
-    chat = Chat(messages=messages, tools=read_tools(request.tools, None), template_kwargs=request.switches)
+    chat = Chat(messages=messages, tools=offer_tools(request.tools, None).tools, template_kwargs=request.switches)
     return _job(llm, request, await prompt_of(llm, chat), chat, OllamaWriter(model_name, _chat_fields))
 
 

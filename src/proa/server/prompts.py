@@ -1,4 +1,4 @@
-"""Validate messages and tools for the chat template, and tokenise prompts without blocking the event loop."""
+"""Validate messages for the chat template, and tokenise prompts without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 
 from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
-from proa.parsers.forced import forced_call_grammar
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, SamplingParams
@@ -75,76 +74,6 @@ def _check_tool_calls(calls: Any, path: str) -> None:
     is_list = isinstance(calls, list)
     if not is_list or not all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
         raise _invalid(path, 'tool_calls must be a list of {"type": "function", "function": {...}}.')
-
-
-def read_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """Validate tools for the chat template; None if tool_choice is "none". Raises ApiError 400, also for a tool_choice
-    that forces a call."""
-    offered = offer_tools(tools, choice)
-    if offered.forced:
-        raise _not_forced()
-    return offered.tools
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The tools of a request that tool_choice leaves, and the names of the functions of which it forces a call."""
-
-    tools: list[dict[str, Any]] | None
-    forced: tuple[str, ...] = ()
-
-
-def offer_tools(tools: list[dict[str, Any]] | None, choice: Any) -> Offer:
-    """Validate tools and tool_choice in OpenAI's form: "none", "auto", "required", a function's name, or a list of
-    allowed tools. Raises ApiError 400."""
-    for i, tool in enumerate(tools or []):
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise _invalid(f"tools[{i}]", 'A tool must have the form {"type": "function", "function": {...}}.')
-    if choice == "none":
-        return Offer(None)
-    names = [str(tool["function"].get("name")) for tool in tools or []]
-    if isinstance(choice, dict):
-        allowed = choice.get("allowed_tools", choice if "mode" in choice else None)
-        if isinstance(allowed, dict):
-            wanted = [_name_in(tool) for tool in allowed.get("tools") or []]
-            mode = allowed.get("mode", "auto")
-        else:
-            wanted, mode = [_name_in(choice)], "required"
-    else:
-        wanted, mode = names, choice or "auto"
-    if unknown := [name for name in wanted if name not in names]:
-        raise _invalid("tool_choice", f"tool_choice names {unknown[0]!r}, which is not among the tools.")
-    if mode not in ("auto", "required"):
-        raise _invalid("tool_choice", f"tool_choice is {mode!r}; use none, auto, required or a function's name.")
-    left = [tool for tool, name in zip(tools or [], names, strict=True) if name in wanted] or None
-    if mode == "required" and left is None:
-        raise _invalid("tool_choice", "tool_choice forces a call, but there are no tools.")
-    return Offer(left, tuple(wanted) if mode == "required" else ())
-
-
-def _name_in(choice: Any) -> str:
-    function = choice.get("function", choice) if isinstance(choice, dict) else {}
-    return str(function.get("name") if isinstance(function, dict) else None)
-
-
-def _not_forced() -> ApiError:
-    message = 'This tool_choice is not supported: Proa cannot force a tool call. Use "auto" or "none".'
-    return ApiError(400, "unsupported_parameter", message, param="tool_choice")
-
-
-def forcing(llm: AsyncLLM, chat: Chat, prompt: list[int], offer: Offer, *, only_one: bool) -> dict[str, Any]:
-    """Return the fields of SamplingParams that force the calls of an offer; none if it forces none. Reasoning that the
-    prompt has opened comes first. Raises ApiError 400 if the model's format of calls has no grammar."""
-    if not offer.forced:
-        return {}
-    answers = llm.answers.format
-    constraint = forced_call_grammar(answers.calls, offer.tools or [], offer.forced, only_one=only_one)
-    if constraint is None:
-        raise _not_forced()
-    return {
-        "constraint": constraint,
-        "constraint_after": answers.reasoning_end if llm.answer_parser(chat, prompt).in_reasoning else "",
-    }
 
 
 @dataclass(frozen=True)
