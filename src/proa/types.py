@@ -81,6 +81,24 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
     at_most: int | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """The reasoning with which an answer begins, for a budget and for a constraint, which applies behind it.
+
+    is_open: the prompt ends inside it. opening, end: its delimiters. opening_token: `opening`, where a constrained
+    answer may begin with it. calls: texts that begin a tool call, from where no budget counts. budget: most tokens
+    between the delimiters. closing: token ids that follow when the budget is spent; their text contains `end`.
+    AsyncLLM.thinking makes one.
+    """
+
+    is_open: bool
+    opening: str
+    end: str
+    opening_token: int | None = None
+    calls: tuple[str, ...] = ()
+    budget: int | None = None
+    closing: tuple[int, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of a request. `None`: use the checkpoint's generation_config.json, else a neutral value.
 
@@ -107,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     constraint: Constraint | None = None
-    constraint_after: str = ""
+    thinking: Thinking | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -182,7 +200,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     constraint: Constraint | None = None
-    constraint_after: str = ""
+    thinking: Thinking | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.stats import Stats, StepSeconds, of_experts
 from proa.engine.turns import NoTurns, PrefillTurns
 from proa.errors import RequestError
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED
 from proa.native.pool import Pool
@@ -45,9 +45,9 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
-        """Queue a sequence. matcher: of its constraint, if it has one. Raises RequestError for ids outside the
-        vocabulary, and what Scheduler.submit raises."""
+    def submit(self, request: EngineRequest, matcher: Follower | None = None) -> None:
+        """Queue a sequence. matcher: of its constraint or budget, if it has one. Raises RequestError for ids outside
+        the vocabulary, and what Scheduler.submit raises."""
         named = (*request.tokens, *request.sampling.logit_bias, *request.sampling.stop_token_ids)
         if outside := [t for t in named if not 0 <= t < self.vocab]:
             raise RequestError(
@@ -58,7 +58,7 @@ class Engine:
             raise RequestError(
                 "min_tokens forbids every token: all tokens are eos or stop tokens.", "Name fewer stop tokens."
             )
-        if matcher is not None and not ends:
+        if request.sampling.constraint is not None and not ends:
             raise RequestError(
                 "The answer could not end: the model has no end-of-text token.",
                 "Send stop_token_ids with the constraint.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from proa.errors import UsageError
 from proa.parsers import harmony
@@ -15,6 +15,7 @@ from proa.parsers.formats import (
     CALLS,
     HARMONY,
     HARMONY_CALLS,
+    HARMONY_REASONING,
     NONE,
     REASONING,
     REASONING_ALIASES,
@@ -66,6 +67,10 @@ class Model:
     model_type: str = ""
 
 
+# Where an answer begins: inside reasoning, behind it or without it, or where it may still begin.
+Place = Literal["inside", "behind", "before"]
+
+
 class AnswerFormat(Protocol):
     """How one model's answers are read."""
 
@@ -74,8 +79,11 @@ class AnswerFormat(Protocol):
         """The format of calls, as far as a grammar must know it; None where calls stay text."""
 
     @property
-    def reasoning_end(self) -> str:
-        """The text that ends reasoning; empty if there is none."""
+    def reasoning(self) -> ReasoningFormat | None:
+        """The format of reasoning; None if it stays text."""
+
+    def place(self, prompt: str, begun: str) -> Place:
+        """Return where the answer to a prompt stands. prompt, begun: as for `parser`."""
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         """Make the parser of one choice. tools: None if calls stay text; prompt: the rendered prompt; begun: the text
@@ -87,8 +95,7 @@ class TaggedFormat:
 
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, added: Mapping[int, str]) -> None:
         self.calls: CallFormat | None = calls
-        self._reasoning = reasoning
-        self.reasoning_end = "" if reasoning is None else reasoning.close
+        self.reasoning: ReasoningFormat | None = reasoning
         think = () if reasoning is None else (reasoning.open, reasoning.close)
         self._anchors = anchors((*think, *(() if calls is None else calls.markers)), added.values())
         self._kept = {
@@ -97,26 +104,39 @@ class TaggedFormat:
         }
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
-        opened = self._reasoning is not None and _is_open(self._reasoning, prompt, begun)
+        opened = self.place(prompt, begun) == "inside"
         context = Context(tools, opened, calls_before, self._kept[tools is not None])
-        return TaggedAnswer(self.calls, self._reasoning, self._anchors, context)
+        return TaggedAnswer(self.calls, self.reasoning, self._anchors, context)
+
+    def place(self, prompt: str, begun: str) -> Place:
+        if self.reasoning is None:
+            return "behind"
+        if _is_open(self.reasoning, prompt, begun):
+            return "inside"
+        return "behind" if begun.strip() or prompt.rstrip().endswith(self.reasoning.close) else "before"
 
 
 class HarmonyFormat:
     """gpt-oss' channels."""
 
     calls: CallFormat | None = HARMONY_CALLS
-    reasoning_end = "<|end|>"
+    reasoning: ReasoningFormat | None = HARMONY_REASONING
 
     def __init__(self, added: Mapping[int, str]) -> None:
         self._anchors: Anchors = anchors(harmony.MARKERS, added.values())
         self._kept = _kept(added, harmony.MARKERS)
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
+        place = self.place(prompt, begun)
+        context = Context(tools, place == "inside", calls_before, self._kept)
+        return HarmonyAnswer(self._anchors, context, in_message=place != "before")
+
+    def place(self, prompt: str, begun: str) -> Place:
         header, message, _ = prompt[prompt.rfind(harmony.START) :].rpartition(harmony.MESSAGE)
         in_message = bool(message) and not any(end in prompt[prompt.rfind(harmony.MESSAGE) :] for end in harmony.ENDS)
-        opened = in_message and "analysis" in header.rpartition(harmony.CHANNEL)[2]
-        return HarmonyAnswer(self._anchors, Context(tools, opened, calls_before, self._kept), in_message=in_message)
+        if not in_message:
+            return "before"
+        return "inside" if "analysis" in header.rpartition(harmony.CHANNEL)[2] else "behind"
 
 
 def _kept(added: Mapping[int, str], markers: Collection[str]) -> dict[int, str]:

@@ -81,6 +81,11 @@ class CallFormat:
         return next((marker for marker in self.markers if self.written.startswith(marker)), "")
 
     @property
+    def openings(self) -> tuple[str, ...]:
+        """The delimiters that begin a call anywhere in an answer."""
+        return (*(p.open for p in self.pairs if not p.opens_answer), *(begin for begin, _ in self.sections))
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """All delimiters and parts."""
         delimiters = [text for pair in self.pairs for text in (pair.open, *pair.close) if not pair.opens_answer]
@@ -89,12 +94,19 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family delimits reasoning. in_answer: reasoning stays in the visible text, with its delimiters."""
+    """How a family delimits reasoning. in_answer: reasoning stays in the visible text, with its delimiters. last_words:
+    what the model writes when its budget is spent, up to the end of the reasoning; empty: a newline and `close`."""
 
     name: str
     open: str = "<think>"
     close: str = "</think>"
     in_answer: bool = False
+    last_words: str = ""
+
+    @property
+    def closing(self) -> str:
+        """The text that ends reasoning whose budget is spent."""
+        return self.last_words or f"\n{self.close}"
 
 
 _WRITTEN = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
@@ -211,24 +223,31 @@ CALLS: tuple[CallFormat, ...] = (
         written="<|tool_call_start|>[NAME(**ARGUMENTS)]<|tool_call_end|>",
     ),
 )
+HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
 # What a grammar must know of gpt-oss' calls, which harmony.py reads. The end token stands for <|call|>.
 HARMONY_CALLS = CallFormat(
-    "gpt_oss",
+    HARMONY,
     (),
     written="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
     ends_answer=True,
 )
 
+# Qwen3 was trained with budgets and continues behind this text (arXiv 2505.09388, section 4.7).
+_QWEN3_LAST_WORDS = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+    "</think>\n\n"
+)
 REASONING: tuple[ReasoningFormat, ...] = (
-    *(ReasoningFormat(name) for name in ("qwen3", "deepseek_r1", "glm45", "kimi_k2", "minimax_m2", "step3p5")),
+    ReasoningFormat("qwen3", last_words=_QWEN3_LAST_WORDS),
+    *(ReasoningFormat(name) for name in ("deepseek_r1", "glm45", "kimi_k2", "minimax_m2", "step3p5")),
     ReasoningFormat("minimax_m2_append_think", in_answer=True),
     ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
     ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
 )
+HARMONY_REASONING = ReasoningFormat(HARMONY, "<|channel|>analysis<|message|>", "<|end|>", last_words="<|end|>")
 
-HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
 NONE = "none"
 
 CALL_ALIASES = {

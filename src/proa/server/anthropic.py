@@ -35,7 +35,7 @@ from proa.server.anthropic_replies import (
     Usage,
 )
 from proa.server.anthropic_schema import MessagesRequest
-from proa.server.prompts import fitted, prompt_of
+from proa.server.prompts import fitted, prompt_of, with_reasoning
 from proa.server.tools import with_calls
 from proa.types import Chunk, SamplingParams
 
@@ -55,7 +55,8 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
     choice = request.tool_choice
     one_call = choice is not None and choice.disable_parallel_tool_use
     only_one = one_call or (choice is not None and choice.type == "tool")
-    params = with_calls(llm, chat, prompt.tokens, offered(request), params, only_one=only_one)
+    params = with_calls(llm, offered(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params, request.thinking_budget)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),

@@ -13,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import fitted, prompt_of, read_messages, refuse_too_many
+from proa.server.prompts import fitted, prompt_of, read_messages, refuse_too_many, with_reasoning
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -42,7 +42,8 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
     only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-    params = with_calls(llm, chat, prompt.tokens, _offer(request), params, only_one=only_one)
+    params = with_calls(llm, _offer(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params, request.thinking_budget)
     params = fitted(llm, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],

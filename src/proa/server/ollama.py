@@ -26,7 +26,7 @@ from proa.server.ollama_schema import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages
+from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages, with_reasoning
 from proa.server.service import Service
 from proa.server.tools import offer_tools
 from proa.types import Chat, Chunk, SamplingParams
@@ -67,6 +67,8 @@ def _job(llm: AsyncLLM, request: OllamaRequest, prompt: Prompt, chat: Chat | Non
         stop=tuple(options.stop),
         constraint=request.constraint,
     )
+    if chat is not None:
+        params = with_reasoning(llm, chat, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),

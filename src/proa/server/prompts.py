@@ -132,6 +132,15 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
 
+def with_reasoning(
+    llm: AsyncLLM, chat: Chat, prompt: list[int], params: SamplingParams, budget: int | None = None
+) -> SamplingParams:
+    """Return the parameters with a budget of reasoning, and with reasoning before their constraint."""
+    if budget is None and params.constraint is None:
+        return params
+    return msgspec.structs.replace(params, thinking=llm.thinking(chat, prompt, budget))
+
+
 def fitted(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
     """Check a request as the engine will; return its parameters, with max_tokens cut to what the context leaves.
 

@@ -11,7 +11,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
-from proa.server.prompts import fitted, prompt_of
+from proa.server.prompts import fitted, prompt_of, with_reasoning
 from proa.server.responses_items import CallItem, Item, MessageItem, ReasoningItem
 from proa.server.responses_prompt import DeclaredTool, as_chat, declared_tools, offered
 from proa.server.responses_schema import ENCRYPTED_REASONING, ResponsesRequest
@@ -38,7 +38,8 @@ async def responses_job(
     prompt = await prompt_of(llm, chat)
     is_named = isinstance(request.tool_choice, dict) and request.tool_choice.get("type") != "allowed_tools"
     only_one = is_named or not request.parallel_tool_calls
-    params = with_calls(llm, chat, prompt.tokens, offered(request), params, only_one=only_one)
+    params = with_calls(llm, offered(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),

@@ -12,7 +12,7 @@ from proa.errors import RequestError
 from proa.llm import AsyncLLM
 from proa.parsers.forced import call_grammar
 from proa.server.errors import ApiError
-from proa.types import Chat, SamplingParams
+from proa.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,10 @@ def _wrong_choice(message: str) -> ApiError:
     return ApiError(400, "invalid_value", message, param="tool_choice")
 
 
-def with_calls(
-    llm: AsyncLLM, chat: Chat, prompt: list[int], offer: Offer, params: SamplingParams, *, only_one: bool
-) -> SamplingParams:
+def with_calls(llm: AsyncLLM, offer: Offer, params: SamplingParams, *, only_one: bool) -> SamplingParams:
     """Return the parameters with a grammar for the calls that an offer forces, or for strict calls; unchanged if it has
-    neither. Reasoning that the prompt has opened comes first. Raises ApiError 400 if the model's calls have no grammar,
-    RequestError if another constraint contradicts."""
+    neither. Raises ApiError 400 if the model's calls have no grammar, RequestError if another constraint
+    contradicts."""
     has_other = params.constraint is not None
     if not offer.forced and (has_other or not offer.has_strict):
         return params
@@ -83,12 +81,10 @@ def with_calls(
             "Send only one of them.",
             param="tool_choice",
         )
-    answers = llm.answers.format
-    constraint = call_grammar(answers.calls, offer.tools or [], offer.forced, only_one=only_one)
+    constraint = call_grammar(llm.answers.format.calls, offer.tools or [], offer.forced, only_one=only_one)
     if constraint is None:
         if not offer.forced:
             return params
         message = 'This model has no known form of calls, so none can be forced. Use "auto" or "none".'
         raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
-    after = answers.reasoning_end if llm.answer_parser(chat, prompt).in_reasoning else ""
-    return msgspec.structs.replace(params, constraint=constraint, constraint_after=after)
+    return msgspec.structs.replace(params, constraint=constraint)

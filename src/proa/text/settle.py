@@ -87,7 +87,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
             prompt_logprobs=params.prompt_logprobs,
             logit_bias=params.logit_bias,
             constraint=params.constraint,
-            constraint_after=params.constraint_after,
+            thinking=params.thinking,
             **settled,
         )
 

@@ -1,0 +1,28 @@
+"""What a sampler must know of the reasoning with which an answer begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from proa.parsers.choose import AnswerFormat, Place
+from proa.types import Thinking
+
+
+def describe(
+    answers: AnswerFormat, begins: Place, encode: Callable[[str], list[int]], *, has_tools: bool, budget: int | None
+) -> Thinking | None:
+    """Describe the reasoning of an answer; None if it has none. begins: where the answer stands. encode: tokenises
+    text, with special tokens."""
+    reasoning = answers.reasoning
+    if reasoning is None or begins == "behind":
+        return None
+    opening = encode(reasoning.open)
+    return Thinking(
+        is_open=begins == "inside",
+        opening=reasoning.open,
+        end=reasoning.close,
+        opening_token=opening[0] if len(opening) == 1 and begins == "before" else None,
+        calls=() if answers.calls is None or not has_tools else answers.calls.openings,
+        budget=budget,
+        closing=tuple(encode(reasoning.closing)),
+    )
