@@ -1,7 +1,8 @@
 """Packages of proa form a DAG: each imports only from those before it in ORDER. Run: python tools/check_imports.py
 
 Also checked: the API process stays without torch, only ops imports Triton kernels, no import of proa hides inside a
-function, tests import no test file.
+function, tests import no test file, and every name of proa that tests, tools and benchmarks import exists (mypy reads
+only src).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "proa"
 TESTS = Path(__file__).parent.parent / "tests"
+CALLERS = ("tests", "tools", "benchmarks")
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
@@ -103,8 +106,47 @@ def test_problems(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(TESTS)}:{line}: imports {module}, which is a test file"
 
 
+@cache
+def names_of(module: str) -> frozenset[str] | None:
+    """What `from MODULE import` can name: top-level names, and modules of a package. None: there is no such module."""
+    folder = SOURCE.parent.joinpath(*module.split("."))
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not file.exists():
+        return None
+    names = {path.stem for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update(alias.asname or alias.name for alias in aliases)
+    return frozenset(names)
+
+
+def missing_names(path: Path) -> Iterator[str]:
+    """Imports of modules and names that proa does not have."""
+    where = path.relative_to(SOURCE.parent.parent)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for module in (a.name for a in node.names if a.name.split(".")[0] == "proa"):
+                if names_of(module) is None:
+                    yield f"{where}:{node.lineno}: there is no module {module}"
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "proa":
+            names = names_of(node.module)
+            if names is None:
+                yield f"{where}:{node.lineno}: there is no module {node.module}"
+            elif node.module != "proa":  # whose names are made when asked for
+                absent = ", ".join(sorted({a.name for a in node.names} - names))
+                if absent:
+                    yield f"{where}:{node.lineno}: {node.module} has no {absent}"
+
+
 def main() -> int:
     found = [p for path in sorted(SOURCE.rglob("*.py")) for p in problems(path)]
+    callers = [path for name in CALLERS for path in sorted((SOURCE.parent.parent / name).rglob("*.py"))]
+    found += [p for path in callers for p in missing_names(path)]
     found += [p for path in sorted(TESTS.rglob("*.py")) for p in test_problems(path)]
     print("\n".join(found) or f"imports: {len(ORDER)} packages, no cycle")
     return bool(found)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from proa.engine.lane import Lane
 
 from engine.random_requests import WISHES, outcome
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
@@ -26,6 +25,7 @@ from proa.engine.executors.executor import Executor
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.turns import PrefillTurns
 from proa.errors import RequestError
 from proa.layers.decoder import Decoder
 from proa.types import Constraint, EngineRequest, Thinking
@@ -64,12 +64,12 @@ def executor_of(decoder: Decoder, kind: str, num_pages: int) -> Executor[Any]:
     return executor
 
 
-def engine_of(decoder: Decoder, kind: str = "eager", *, num_pages: int = 100, lane: bool = False) -> Engine:
+def engine_of(decoder: Decoder, kind: str = "eager", *, num_pages: int = 100, turns: bool = False) -> Engine:
     limits = Limits(CONTEXT, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
     pages = PageAllocator(num_pages)
-    scheduler = Scheduler(limits, pages, prefixes(decoder.spec, limits, pages), RULES, turns=lane)
+    scheduler = Scheduler(limits, pages, prefixes(decoder.spec, limits, pages), RULES, turns=turns)
     runner = Runner(executor_of(decoder, kind, num_pages), PAGE_TOKENS)
-    return Engine(runner, scheduler, decoder.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
+    return Engine(runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
 
 
 def constrained(name: str, prompt: list[int], constraint: Constraint, **wishes: Any) -> EngineRequest:
@@ -163,7 +163,7 @@ def test_on_the_executor_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_prefill_beside_decode(decoder: Decoder) -> None:
-    engine = engine_of(decoder, lane=True)
+    engine = engine_of(decoder, turns=True)
     submit(engine, constrained("json1", [5, 6], JSON, temperature=1.0, seed=4))
     for _ in range(3):
         engine.step()
