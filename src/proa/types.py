@@ -84,16 +84,15 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """The reasoning with which an answer begins, for a budget and for a constraint, which applies behind it.
 
-    is_open: the prompt ends inside it. opening, end: its delimiters. opening_token: `opening`, where a constrained
-    answer may begin with it. calls: texts that begin a tool call, from where no budget counts. budget: most tokens
-    between the delimiters. closing: token ids that follow when the budget is spent; their text contains `end`.
+    is_open: the prompt ends inside it; else the answer may begin with `opening`, a constrained one only if that is a
+    token. opening, end: its delimiters. calls: texts that begin a tool call, from where no budget counts. budget: most
+    tokens between the delimiters. closing: token ids that follow when the budget is spent; their text contains `end`.
     AsyncLLM.thinking makes one.
     """
 
     is_open: bool
     opening: str
     end: str
-    opening_token: int | None = None
     calls: tuple[str, ...] = ()
     budget: int | None = None
     closing: tuple[int, ...] = ()

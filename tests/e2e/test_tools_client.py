@@ -22,6 +22,8 @@ SCRIPTS: dict[str, Any] = {
     "both?": f"{CITY}\n{TIME}",
     "syntax?": ("Write ", "<tool", "_call>", " to call."),
     "cut": CITY,
+    "long?": "<think>\n" + "I could go on and on. " * 20 + "</think>\n\nDone.",
+    "think json": '<think>\nWhich?\n</think>{"a": 1}',
     "joke": "<think>Hm.</think>\n\nA proa walks into a bar.",
 }
 TOOLS: Any = [
@@ -168,7 +170,7 @@ def test_logprobs_cover_all_tokens(client: openai.OpenAI) -> None:
 
 
 def test_forced_calls(client: openai.OpenAI) -> None:
-    """The model would say "Hello!"; the grammar leaves it no other text than a call."""
+    """The model would say "One moment."; the grammar leaves it no other text than a call behind its reasoning."""
     for choice, names in (
         ("required", {"get_weather", "get_time"}),
         ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
@@ -183,7 +185,7 @@ def test_forced_calls(client: openai.OpenAI) -> None:
             {"get_time"},
         ),
     ):
-        whole = ask(client, "hi", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
+        whole = ask(client, "weather?", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
         answer = whole.choices[0]
         assert answer.finish_reason in ("tool_calls", "length")
         if answer.finish_reason == "tool_calls":
@@ -196,12 +198,14 @@ def test_forced_calls(client: openai.OpenAI) -> None:
 
 
 def test_forced_calls_of_other_protocols(client: openai.OpenAI, report: dict[str, Any]) -> None:
+    """The model would tell a joke. Its reasoning comes before the call."""
     url, name = report["url"], "get_time"
-    message = {"role": "user", "content": "hi"}
+    message = {"role": "user", "content": "joke"}
     tools = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
     asked = {"max_tokens": 300, "messages": [message], "tools": tools, "tool_choice": {"type": "tool", "name": name}}
     answer = httpx.post(f"{url}/v1/messages", json=asked, timeout=60).json()
-    (block,) = answer["content"]
+    thinking, block = answer["content"]
+    assert thinking["thinking"] == "Hm."
     if answer["stop_reason"] == "tool_use":
         assert block["name"] == name
         assert isinstance(block["input"]["zone"], str)
@@ -212,10 +216,39 @@ def test_forced_calls_of_other_protocols(client: openai.OpenAI, report: dict[str
     response = client.responses.create(
         model="m", input=[message], tools=functions, tool_choice=choice, max_output_tokens=300
     )
+    assert response.output[0].type == "reasoning"
     if response.status == "completed":
-        assert [(item.type, item.name) for item in response.output] == [("function_call", name)]
+        assert [(item.type, item.name) for item in response.output[1:]] == [("function_call", name)]
     else:
         assert response.output_text.startswith(f'<tool_call>\n{{"name": "{name}"')
+
+
+def test_a_budget_of_reasoning(client: openai.OpenAI, report: dict[str, Any]) -> None:
+    """What the model says after its reasoning was closed is not its script; here that it reasons no longer matters."""
+    free = ask(client, "long?").usage.completion_tokens_details.reasoning_tokens
+    assert free > 100
+    whole = ask(client, "long?", extra_body={"thinking_token_budget": 20}, max_tokens=200)
+    message, used = whole.choices[0].message, whole.usage.completion_tokens_details.reasoning_tokens
+    assert message.reasoning_content.startswith("I could go on")
+    assert message.reasoning_content.endswith("I have to give the solution based on the thinking directly now.")
+    assert "I could go on" not in (message.content or "")
+    assert 20 < used < free
+    none = ask(client, "long?", extra_body={"thinking_token_budget": 0}, max_tokens=200).choices[0].message
+    assert none.reasoning_content.startswith("Considering the limited time")
+    generous = ask(client, "long?", extra_body={"thinking_token_budget": 1000}).choices[0].message
+    assert generous.content == "Done."
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    asked = {"max_tokens": 200, "messages": [{"role": "user", "content": "long?"}], "thinking": thinking}
+    answered = httpx.post(f"{report['url']}/v1/messages", json=asked, timeout=60)
+    assert "x-proa-ignored-fields" not in answered.headers
+    assert answered.json()["content"][0]["thinking"] == message.reasoning_content
+
+
+def test_reasoning_before_a_constraint(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_object"}
+    message = ask(client, "think json", response_format=form, max_tokens=200).choices[0].message
+    assert message.reasoning_content == "Which?"
+    assert message.content.startswith("{")
 
 
 def test_strict_calls_beside_text(client: openai.OpenAI) -> None:

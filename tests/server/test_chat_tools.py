@@ -83,3 +83,11 @@ def test_messages_in_an_order_that_the_template_refuses(tmp_path: Path) -> None:
 def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
     answer = post(tokenizer, CHAT, json={"messages": USER, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(("budget", "named"), [(5, "thinking_token_budget"), (-1, None), (None, None)])
+def test_a_budget_without_reasoning_is_named(tokenizer: Tokenizer, budget: int | None, named: str | None) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode("Hi")))
+    answer = post(tokenizer, CHAT, engine, json={"messages": USER, "thinking_token_budget": budget})
+    assert answer.headers.get("x-proa-ignored-fields") == named
+    assert engine.requests[0].sampling.thinking is None

@@ -205,16 +205,27 @@ def test_grammars_are_compiled_once_and_beside_the_caller() -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         store.compiling(Constraint.json(PERSON))
     store.learn(vocabulary(288))
-    first = store.compiling(Constraint.json(PERSON))
+    sampling = Sampling(max_tokens=9, eos_token_ids=(EOS,), constraint=Constraint.json(PERSON))
+    first = store.preparing(sampling)
+    assert first is not None
     assert store.compiling(Constraint.json(PERSON)) is first
-    sampling = Sampling(max_tokens=9, eos_token_ids=(EOS,))
-    one, two = (store.matcher(first.result(30), sampling) for _ in range(2))
+    first.result(30)
+    one, two = (store.follower(sampling, first) for _ in range(2))
     one.mask(spelt('{"name":"'), 0)
-    assert allowed(two.mask([], 0)) == allowed(matcher(Constraint.json(PERSON)).mask([], 0)), (
-        "each follows its own answer"
-    )
+    second = two.mask([], 0)
+    assert second is not None
+    assert allowed(second) == allowed(matcher(Constraint.json(PERSON)).mask([], 0)), "each follows its own answer"
     with pytest.raises(RequestError, match="unclosed"):
         store.compiling(Constraint.regex("(")).result(30)
+    thinking = Thinking(is_open=True, opening="<t>", end="</t>", budget=0, closing=(5, 6))
+    budget = msgspec.structs.replace(sampling, constraint=None, thinking=thinking)
+    known = store.preparing(budget)
+    assert known is not None
+    known.result(30)
+    only = store.follower(budget, known).mask([1, 2], 2)
+    assert only is not None
+    assert allowed(only) == [5]
+    assert store.preparing(Sampling(max_tokens=9)) is None
     store.close()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from proa.grammar.vocabulary import Lexicon
+from proa.grammar.vocabulary import Lexicon, bits_of
 
 
 class Follower(Protocol):
@@ -69,13 +69,6 @@ class Matcher:
         elif not goes_on:
             self.fault = "The constraint and the stop tokens leave no token to continue with."
             mask[:] = self._stops
-
-
-def bits_of(tokens: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    """Return a mask of these tokens."""
-    flags = np.zeros(32 * num_words, np.uint8)
-    flags[np.fromiter(tokens, np.int64)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 def _first_line(parser: LLMatcher) -> str:

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from proa.grammar.matcher import Matcher, bits_of
-from proa.grammar.vocabulary import Lexicon
+from proa.grammar.matcher import Matcher
+from proa.grammar.vocabulary import Lexicon, bits_of
 from proa.types import Thinking
 
 # "before": the answer may still begin its reasoning. "inside": it reasons. "closing": the budget is spent.
@@ -30,8 +30,8 @@ class ThinkingMatcher:
         self._opening, self._end = thinking.opening.strip().encode(), thinking.end.encode()
         self._calls = [call.encode() for call in thinking.calls]
         self._num_words = lexicon.num_words
-        existing = bits_of((i for i, token in enumerate(lexicon.tokens) if token), lexicon.num_words)
-        self._no_stop = existing & ~bits_of(stops, lexicon.num_words)
+        self._openings = bits_of(lexicon.spelt(self._opening), lexicon.num_words)
+        self._no_stop = lexicon.existing & ~bits_of(stops, lexicon.num_words)
         self._state: _State = "inside" if thinking.is_open else "before"
         self._text = b""  # in "before": the answer; in "inside": its end
         self._num_followed = 0
@@ -58,10 +58,7 @@ class ThinkingMatcher:
         if self._state == "inside":
             return self._no_stop
         mask = self._inner.mask(tokens, num_prompt + self._begin)
-        opening = self._thinking.opening_token
-        if self._state == "before" and opening is not None:
-            return mask | bits_of((opening,), self._num_words)
-        return mask
+        return mask | self._openings if self._state == "before" else mask
 
     def _follow(self, token: int) -> None:
         match self._state:
@@ -78,7 +75,7 @@ class ThinkingMatcher:
         """Follow the answer's first tokens. Where there is a constraint, the first one decides."""
         self._text = (self._text + self._tokens[token]).lstrip()
         if self._inner is not None:
-            self._state = "inside" if token == self._thinking.opening_token else "after"
+            self._state = "inside" if self._tokens[token] == self._opening else "after"
         elif self._text.startswith(self._opening):
             self._state = "inside"
         elif not self._opening.startswith(self._text):

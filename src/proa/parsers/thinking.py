@@ -16,12 +16,10 @@ def describe(
     reasoning = answers.reasoning
     if reasoning is None or begins == "behind":
         return None
-    opening = encode(reasoning.open)
     return Thinking(
         is_open=begins == "inside",
         opening=reasoning.open,
         end=reasoning.close,
-        opening_token=opening[0] if len(opening) == 1 and begins == "before" else None,
         calls=() if answers.calls is None or not has_tools else answers.calls.openings,
         budget=budget,
         closing=tuple(encode(reasoning.closing)),

@@ -47,7 +47,6 @@ _OF_CHAT = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
     *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
     *(
-        "thinking_token_budget",
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
