@@ -28,6 +28,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TextSource:
         plan=make_plan(),
         tokenizer_path=str(path),
         chat_template=None,
+        tool_call_parser="auto",
+        reasoning_parser="auto",
         vocab_size=512,
         config={},
         generation_config=None,
