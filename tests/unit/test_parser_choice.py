@@ -58,7 +58,9 @@ EXPECTED = {
     "moonshotai-Kimi-K2": ("kimi_k2", "none"),
     "openai-gpt-oss-120b": ("gpt_oss", "gpt_oss"),
     "poolside-Laguna-XS.2": ("glm47", "glm45"),
-    "unsloth-Apriel-1.5": ("hermes", "none"),
+    "Apriel-1.6-15b-Thinker-fixed": ("apriel", "none"),
+    "MiniMax-M1": ("apriel", "none"),
+    "unsloth-Apriel-1.5": ("apriel", "none"),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", "none"),
 }
 UNKNOWN = (

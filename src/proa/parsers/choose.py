@@ -47,6 +47,7 @@ _CALLS_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nemotron", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("apriel", ("<tool_calls>", '"name"')),
     ("hermes", ("<tool_call>", '"name"')),
     ("llama3_json", ("<|start_header_id|>ipython<|end_header_id|>", '"parameters"')),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),

@@ -210,6 +210,11 @@ CALLS: tuple[CallFormat, ...] = (
         written='<TOOLCALL>[{"name": "NAME", "arguments": ARGUMENTS}]</TOOLCALL>',
     ),
     CallFormat(
+        "apriel",  # MiniMax-M1 too; Apriel's template names both delimiters
+        (Pair("<tool_calls>", ("</tool_calls>",), read_json, _OBJECT), *_TAGGED_JSON),
+        written='<tool_calls>[{"name": "NAME", "arguments": ARGUMENTS}]</tool_calls>',
+    ),
+    CallFormat(
         "pythonic",
         (
             Pair("<|python_start|>", ("<|python_end|>",), read_pythonic),
@@ -253,7 +258,14 @@ NONE = "none"
 CALL_ALIASES = {
     **{"qwen3": "hermes", "qwen25": "hermes", "qwen": "hermes", "longcat": "hermes"},
     **{"qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "nano_v3": "qwen3_coder", "seed_oss": "qwen3_coder"},
-    **{"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "step3": "step3p5", "openai": HARMONY},
+    **{
+        "minimax_m1": "apriel",
+        "glm": "glm45",
+        "kimi": "kimi_k2",
+        "minimax": "minimax_m2",
+        "step3": "step3p5",
+        "openai": HARMONY,
+    },
     **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
     **{"deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "llama3": "llama3_json", "llama4": "pythonic"},
     **{"llama4_pythonic": "pythonic", "harmony": HARMONY, "nemotron_v2": "nemotron", "nano_v2": "nemotron"},
