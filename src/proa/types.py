@@ -102,8 +102,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling parameters of a request. `None`: use the checkpoint's generation_config.json, else a neutral value.
 
     temperature 0: greedy. top_k 0: no top-k. `logprobs=k`: return the logprob of the sampled token and of the k most
-    likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. Raises RequestError on
-    construction for a value of the wrong type or range.
+    likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. return_progress: chunks
+    with Progress while the prompt is computed. Raises RequestError on construction for a value of the wrong type or
+    range.
     """
 
     n: int = 1
@@ -127,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking: Thinking | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    return_progress: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -200,6 +202,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     constraint: Constraint | None = None
     thinking: Thinking | None = None
+    return_progress: bool = False
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +227,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens of a prompt are computed; `cached` of them came from the prefix cache."""
+
+    computed: int
+    cached: int
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of one engine step for one sequence: zero or more new tokens, and `finish` if the sequence ended."""
 
@@ -235,6 +245,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     error: str = ""  # the message if finish is "error"
     stop_token: int | None = None  # the eos or stop token that ended the sequence; not in `tokens`
+    progress: Progress | None = None  # of a prompt that is not complete; such an event has nothing else
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +276,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: list[int] | None = None  # on each choice's first chunk
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int | None = None
+    progress: Progress | None = None  # such a chunk has nothing else
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ TOOLS: Any = [
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    with serving(folder, "--context", "4096", "--gpu", "none") as (_, loaded):
+    with serving(folder, "--context=4096", "--gpu=none", "--max-batch-tokens=128", "--no-prefix-cache") as (_, loaded):
         yield loaded
 
 
@@ -242,6 +242,21 @@ def test_a_budget_of_reasoning(client: openai.OpenAI, report: dict[str, Any]) ->
     answered = httpx.post(f"{report['url']}/v1/messages", json=asked, timeout=60)
     assert "x-proa-ignored-fields" not in answered.headers
     assert answered.json()["content"][0]["thinking"] == message.reasoning_content
+
+
+def test_progress_of_a_long_prompt(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "far away " * 600}], "n": 2}
+    for more in ({}, {"return_progress": True}):
+        chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=more))
+        found = [c.prompt_progress for c in chunks if c.model_extra and "prompt_progress" in c.model_extra]
+        assert all(not c.choices for c in chunks if c.model_extra and "prompt_progress" in c.model_extra)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices and not c.choices[0].index)
+        assert bool(found) == bool(more)
+    done = [progress["processed"] for progress in found]
+    assert done == sorted(done)
+    assert all(p["cache"] <= p["processed"] < p["total"] and p["time_ms"] >= 0 for p in found)
+    plain = client.chat.completions.create(**asked, extra_body={"return_progress": True})
+    assert plain.choices[0].message.content == "Hello!\n"
 
 
 def test_reasoning_before_a_constraint(client: openai.OpenAI) -> None:

@@ -69,7 +69,7 @@ def test_no_field_is_in_two_tables(endpoint: Endpoint, schema: typing.Any) -> No
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
 def test_every_sampling_parameter_can_be_asked(schema: typing.Any) -> None:
-    asked_otherwise = {"constraint", "thinking"}  # server/constraints.py, server/prompts.py
+    asked_otherwise = {"constraint", "thinking", "return_progress"}  # server/constraints.py, prompts.py, chat.py
     assert set(SamplingParams.__struct_fields__) - asked_otherwise <= set(schema.model_fields)
 
 

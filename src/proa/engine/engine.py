@@ -18,7 +18,7 @@ from proa.grammar.matcher import Follower
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED
 from proa.native.pool import Pool
-from proa.types import EngineRequest, TokenEvent, TokenLogprob
+from proa.types import EngineRequest, Progress, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class Engine:
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(plan, output)
         failed = [self._fail(*fault) for fault in sorted(output.faults.items())] if output.faults else []
+        failed += self._progress(plan)
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
         if output.logprobs or self._prompt_logprobs:
             events = [self._with_logprobs(event, output) for event in events]
@@ -151,6 +152,14 @@ class Engine:
             return event
         own = logprobs[: len(event.tokens)] if logprobs is not None else None
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
+
+    def _progress(self, plan: StepPlan) -> list[TokenEvent]:
+        """Report the prefill chunks of requests that asked for it."""
+        return [
+            TokenEvent(id=r.id, progress=Progress(item.start + item.num_tokens, r.num_cached or 0))
+            for item in plan.items
+            if (r := item.request).sampling.return_progress and not item.samples and self.scheduler.counts(item)
+        ]
 
     def _fail(self, request_id: str, why: str) -> TokenEvent:
         """End a request whose values were NaN or infinite with an error event and no token."""

@@ -25,6 +25,7 @@ from proa.server.replies import (
     Function,
     FunctionDelta,
     Message,
+    PromptProgress,
     ToolCallDelta,
     Usage,
 )
@@ -45,6 +46,7 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     params = with_calls(llm, _offer(request), params, only_one=only_one)
     params = with_reasoning(llm, chat, prompt.tokens, params, request.thinking_budget)
     params = fitted(llm, prompt.tokens, params)
+    writer = ChatReplyWriter(llm.tokenizer, request, answer_id, model_name)
     return Job(
         prompts=[prompt.tokens],
         params=params,
@@ -55,7 +57,8 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
         parser=partial(llm.answer_parser, chat, prompt.tokens),
         one_call=request.parallel_tool_calls is False or request.functions is not None,
         headers=prompt.headers,
-        writer=ChatReplyWriter(llm.tokenizer, request, answer_id, model_name),
+        writer=writer,
+        progress_object=writer.progress_object,
     )
 
 
@@ -83,7 +86,11 @@ def _offer(request: ChatRequest) -> Offer:
 def _params(request: ChatRequest) -> SamplingParams:
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     try:
-        return request.sampling(max_tokens=most, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+        return request.sampling(
+            max_tokens=most,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            return_progress=request.return_progress and request.stream,
+        )
     except RequestError as error:
         param = "top_logprobs" if error.param == "logprobs" else error.param
         raise RequestError(error.message, error.remedy, param=param) from error
@@ -147,6 +154,12 @@ class ChatReplyWriter:
             made.usage = copy_usage(usage)
         elif self._request.include_usage:
             made.usage = None
+        return made
+
+    def progress_object(self, progress: PromptProgress) -> ChatChunk:
+        """Write the progress of a prompt, as an object without choices."""
+        made = self._object([], None)
+        made.prompt_progress = progress
         return made
 
     def last_objects(self, usage: Usage) -> Iterator[ChatChunk]:

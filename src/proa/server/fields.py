@@ -90,6 +90,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("mm_processor_kwargs", ({},)),
     Refused("lora_path"),
     Refused("thinking_token_budget", hint="Use /v1/chat/completions.", on=(*_NOT_CHAT, "responses", "ollama")),
+    Refused("return_progress", (False,), "Use /v1/chat/completions.", on=(*_NOT_CHAT, "responses", "ollama")),
     Refused("return_hidden_states", (False,)),
     Refused("return_tokens_as_token_ids", (False,), "Use return_token_ids."),
     Refused("spaces_between_special_tokens", (True,)),

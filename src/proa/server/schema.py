@@ -178,7 +178,7 @@ class SampledRequest(GeneratingRequest):
         return SamplingParams(**{**same, **converted, **more})
 
 
-_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "thinking")
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "thinking", "return_progress")
 
 
 class ChatRequest(SampledRequest):
@@ -198,6 +198,7 @@ class ChatRequest(SampledRequest):
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)
+    return_progress: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
