@@ -56,11 +56,11 @@ class Job:
 def random_job(rng: torch.Generator, tokens: int, size: JobSize, resident: float = 0.4) -> Job:
     """A random job: a pair has no expert with probability 1/8, and is on the GPU with probability `resident`."""
     order = torch.rand(tokens, EXPERTS, generator=rng).argsort(1)[:, : size.top_k]
-    nobody = torch.rand(tokens, size.top_k, generator=rng) < 0.125
+    unused = torch.rand(tokens, size.top_k, generator=rng) < 0.125
     up = torch.rand(tokens, size.top_k, generator=rng) < resident
     return Job(
         torch.randn(tokens, size.hidden, generator=rng).bfloat16(),
-        order.masked_fill(nobody, -1).contiguous(),
+        order.masked_fill(unused, -1).contiguous(),
         torch.randn(tokens, size.top_k, generator=rng),
         up.long() * 4096,
     )

@@ -13,8 +13,8 @@ import torch
 
 import sample
 from at_once import beside_others, processes
+from have_gpu import HAVE_GPU
 
-HAVE_GPU = torch.cuda.is_available()
 if not HAVE_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
 

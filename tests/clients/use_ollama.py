@@ -21,7 +21,7 @@ def main(url: str) -> None:
     client = ollama.Client(host=url, timeout=60)
     assert [model.model for model in client.list().models] == ["scripted"]
     assert [model.model for model in client.ps().models] == ["scripted"]
-    assert "tools" in (client.show("scripted").capabilities or [])
+    assert client.show("scripted").capabilities == ["completion", "tools", "thinking"]
     weather: list[Any] = [{"role": "user", "content": "weather?"}]
     first = client.chat("scripted", weather, tools=[get_weather], think=True).message
     assert (first.thinking, first.content) == ("I must ask.", "One moment.")

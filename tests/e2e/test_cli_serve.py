@@ -89,7 +89,7 @@ def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
 
 def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
     with serving(folder, "--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1") as (_, report):
-        assert report["ready"]["decisions"] == []
+        assert "decode threads" not in {row["name"] for row in report["ready"]["decisions"]}
         assert report["ready"]["decode_threads"] == 1
 
 

@@ -86,7 +86,7 @@ def test_death_under_load(
     flags = (f"--context={CONTEXT}", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny",
              f"--doorbell={doorbell}", "--no-restart")  # fmt: skip
     with serving(folder, *flags) as (process, report):
-        assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
+        assert report["gpus"][0]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
         (engine,) = engines_of(process.pid)
         clients = [Client(report["url"], "tiny", i) for i in range(CLIENTS)]
         for client in clients:

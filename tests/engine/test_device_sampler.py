@@ -89,7 +89,8 @@ def test_constrained_rows(rng: torch.Generator, device: torch.device) -> None:
     vocab, free, last = 288, range(5, 10), 0xC4
     pattern = Constraint.regex("[\x05-\x09\u0100]{5}")  # the tokens `free`, and the first byte of U+0100: `last`
     wishes = [*ANSWERS.values(), {"temperature": 0.0, "logprobs": 3}]
-    sampler = DeviceSampler(2 * len(wishes), vocab, device, DeviceLogprobs(2 * len(wishes), vocab, device))
+    count = 2 * len(wishes)
+    sampler = DeviceSampler(count, vocab, device, OPS, DeviceLogprobs(count, vocab, device, OPS))
     for step in range(2):
         rows = [
             row(f"r{i}", [1, 3, 3, 40, *[7] * step], 4, seed=i, **wish) for i, wish in enumerate([*wishes, *wishes])

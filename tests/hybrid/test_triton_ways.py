@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from bell_cases import Layer, random_job
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from native_hooks import kill_worker
 from proa.errors import NativeError
 from proa.hybrid import gpu_ways

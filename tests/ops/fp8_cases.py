@@ -12,7 +12,7 @@ from proa.ops.triton.fp8_rows import Fp8Rows
 NEEDS_FP8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 in hardware"
 )
-# NumPy's, in the interpreter: of rows that nobody has written, or that are not finite
+# NumPy's, in the interpreter: of rows that were not written, or are non-finite
 NOT_FINITE = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 
 # Hopper's tensor cores accumulate with 14 bits (arXiv 2412.19437, 3.3.2): each of 128 products, and the running sum

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bell_cases import random_job
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from ops.triton_bounds import rand
 from proa.native.doorbell import JobSize, block_layout
 from proa.native.pool import Pool

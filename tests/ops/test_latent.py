@@ -14,15 +14,15 @@ WIDTHS = [(32, 8), (40, 16), (512, 64)]  # (rank, rotary dims)
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
-@pytest.mark.parametrize(("rank", "turned"), WIDTHS)
+@pytest.mark.parametrize(("rank", "rotary"), WIDTHS)
 @pytest.mark.parametrize(("rows", "heads", "plain"), [(1, 3, 24), (70, 2, 8)])
 def test_store(
-    ops: Run, dtype: torch.dtype, rank: int, turned: int, rows: int, heads: int, plain: int, rng: torch.Generator
+    ops: Run, dtype: torch.dtype, rank: int, rotary: int, rows: int, heads: int, plain: int, rng: torch.Generator
 ) -> None:
-    q = rand(rng, rows, heads, plain + turned, dtype=dtype)
-    kv = rand(rng, rows, rank + turned + 8, dtype=dtype)[:, : rank + turned]
-    weight, angle = rand(rng, rank, dtype=dtype), rand(rng, rows, turned // 2) * 3
-    cache = LatentPages(torch.full((9, 8, rank + turned), torch.nan, dtype=dtype), rank)
+    q = rand(rng, rows, heads, plain + rotary, dtype=dtype)
+    kv = rand(rng, rows, rank + rotary + 8, dtype=dtype)[:, : rank + rotary]
+    weight, angle = rand(rng, rank, dtype=dtype), rand(rng, rows, rotary // 2) * 3
+    cache = LatentPages(torch.full((9, 8, rank + rotary), torch.nan, dtype=dtype), rank)
     slots = torch.randperm(72, generator=rng)[:rows]
     got = ops.latent_store(q, kv, Norm(weight, 1e-6), Angles(angle.cos(), angle.sin(), True), cache, slots)
     latents, cached = kv[:, :rank].double(), cache.rows.flatten(0, 1)
@@ -41,13 +41,13 @@ def test_store(
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
-@pytest.mark.parametrize(("rank", "turned"), WIDTHS)
+@pytest.mark.parametrize(("rank", "rotary"), WIDTHS)
 @pytest.mark.parametrize(("rows", "heads", "keys", "values"), [(1, 3, 24, 16), (37, 2, 8, 40)])
 def test_maps(
-    ops: Run, dtype: torch.dtype, rank: int, turned: int, rows: int, heads: int, keys: int, values: int,
+    ops: Run, dtype: torch.dtype, rank: int, rotary: int, rows: int, heads: int, keys: int, values: int,
     rng: torch.Generator,
 ) -> None:  # fmt: skip
-    q, seen = rand(rng, rows, heads, keys + turned, dtype=dtype), rand(rng, rows, heads, rank, dtype=dtype)
+    q, seen = rand(rng, rows, heads, keys + rotary, dtype=dtype), rand(rng, rows, heads, rank, dtype=dtype)
     weight = rand(rng, heads, keys + values, rank, dtype=dtype)
     queries, mapped = ops.latent_maps(q, seen, weight, keys)
     check_map(queries[..., :rank], q[..., :keys], weight[:, :keys])
@@ -62,14 +62,14 @@ def check_map(got: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
-@pytest.mark.parametrize(("rank", "turned"), WIDTHS)
+@pytest.mark.parametrize(("rank", "rotary"), WIDTHS)
 @pytest.mark.parametrize(("q_lens", "kv_lens"), [([1, 1], [1, 33]), ([5, 1, 18], [9, 70, 18])])
 @pytest.mark.parametrize("heads", [3, 16])
 def test_attention(
-    ops: Run, dtype: torch.dtype, rank: int, turned: int, q_lens: list[int], kv_lens: list[int], heads: int,
+    ops: Run, dtype: torch.dtype, rank: int, rotary: int, q_lens: list[int], kv_lens: list[int], heads: int,
     rng: torch.Generator,
 ) -> None:  # fmt: skip
-    page_tokens, width, scale = 4, rank + turned, (rank + turned) ** -0.5
+    page_tokens, width, scale = 4, rank + rotary, (rank + rotary) ** -0.5
     counts = [-(-n // page_tokens) for n in kv_lens]
     order = torch.randperm(sum(counts) + 3, generator=rng).tolist()
     pages = [[order.pop() for _ in range(n)] for n in counts]

@@ -336,7 +336,7 @@ def test_activations_and_biases(pool, kind, biased):
 @pytest.mark.parametrize(
     "ids",
     [np.zeros((20, 1), np.int32), np.full((3, 2), -1, np.int32), np.array([[0, -1], [-1, 3], [3, 3]], np.int32)],
-    ids=["all on one", "nobody's", "some nobody's, one twice"],
+    ids=["all on one", "no expert", "some without an expert, one twice"],
 )
 def test_uneven_routing(pool, ids):
     layer = Layer(Format.BF16, 0, 4, hidden=64, width=17)

@@ -106,21 +106,21 @@ def test_a_state_slot_out_of_range_is_refused(ops: NativeRun, rng: torch.Generat
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("heads", "dim", "turned"), [(1, 2, 2), (3, 16, 16), (4, 16, 8)])
+@pytest.mark.parametrize(("heads", "dim", "rotary_dim"), [(1, 2, 2), (3, 16, 16), (4, 16, 8)])
 def test_rotary(
-    ops: Run, dtype: torch.dtype, interleaved: bool, heads: int, dim: int, turned: int, rng: torch.Generator
+    ops: Run, dtype: torch.dtype, interleaved: bool, heads: int, dim: int, rotary_dim: int, rng: torch.Generator
 ) -> None:
-    x, angles = rand(rng, 5, heads, dim, dtype=dtype), rand(rng, 5, turned // 2) * 10
+    x, angles = rand(rng, 5, heads, dim, dtype=dtype), rand(rng, 5, rotary_dim // 2) * 10
     want = x.double().clone()
-    for i in range(turned // 2):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2)
+    for i in range(rotary_dim // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + rotary_dim // 2)
         turn = torch.polar(torch.ones(5, 1, dtype=torch.float64), angles[:, i : i + 1].double())
         out = torch.complex(x[..., a].double(), x[..., b].double()) * turn
         want[..., a], want[..., b] = out.real, out.imag
     got = ops.rotary(x, angles.cos(), angles.sin(), interleaved)
     size = x.double().abs().sum(-1, keepdim=True)
     assert_within(got, want, size * 4 * EPS32 + stored(want, dtype))
-    assert torch.equal(got[..., turned:], x[..., turned:])
+    assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)

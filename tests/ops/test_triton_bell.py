@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from bell_cases import random_job
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from proa.native.doorbell import JobSize, block_layout
 from proa.ops.added import Added
 from proa.ops.bell_block import JOB_NUMBER, STATE_WORDS, Bell, BellBlock, views

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from ops.choose_outputs import EPS, poisoned
 from ops.triton_bounds import EPS32, assert_within, stored
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency

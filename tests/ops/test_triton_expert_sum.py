@@ -79,6 +79,18 @@ def test_on_the_residual_with_its_norm(
     assert_within(normed, want, want.abs() * (whole.shape[1] / 2 + 9) * EPS32 + stored(want))
 
 
+@pytest.mark.parametrize("given", [(), ("cpu", "shared", "gate")])
+def test_times_a_factor(given: tuple[str, ...], rng: torch.Generator, device: torch.device) -> None:
+    """The residual factor multiplies the whole sum, before it is rounded."""
+    of = case(given, (3, 4, 40), rng, device)
+    want, error = 0.22 * of.want, 0.22 * of.error + of.want.abs() * EPS32
+    assert_within(of.sum.scaled(0.44).scaled(0.5).total(), want, error + stored(want.abs() + error))
+    residual = rand(rng, *of.want.shape)
+    whole = residual.double() + want
+    error += whole.abs() * EPS32
+    assert_within(of.sum.scaled(0.22).add(residual.to(device)), whole, error + stored(whole.abs() + error))
+
+
 def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.device) -> None:
     of = case((), (2, 2, 64), rng, device).sum
     x, short = (torch.zeros(2, n, dtype=BF16, device=device) for n in (64, 63))

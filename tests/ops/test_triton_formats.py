@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
 from proa.native.formats import Form, Format, facts

@@ -25,7 +25,7 @@ def rotary(x: Tensor, rotation: Angles) -> Tensor:
     return out
 
 
-def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: float) -> tuple[Tensor, Tensor]:
+def rotated(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: float) -> tuple[Tensor, Tensor]:
     """x [T, heads, D] after norm and rotation, in float64, and its error bound."""
     slack = torch.zeros_like(x, dtype=torch.float64)
     if weight is not None:
@@ -96,12 +96,12 @@ def test_rotate_store(
     )
 
     every, k, v = (t.clone() for t in torch.split(qkv, [apart * heads, kv_heads, kv_heads], 1))
-    want, bound = turned(every[:, ::apart], None if norms is None else norms.q, rotation, offset)
+    want, bound = rotated(every[:, ::apart], None if norms is None else norms.q, rotation, offset)
     assert_within(out.cpu()[live], want[live], bound[live])
     assert out.cpu()[~live].isnan().all() if gated else torch.equal(out.cpu()[~live], every[~live])
     assert torch.equal(got.cpu(), qkv) if gated else torch.equal(kv.cpu(), qkv[:, heads:])
     keys, values = (t.cpu().flatten(0, 1) for t in (cache.keys, cache.values))
-    want, bound = turned(k, None if norms is None else norms.k, rotation, offset)
+    want, bound = rotated(k, None if norms is None else norms.k, rotation, offset)
     assert_within(keys[slots[live]], want[live], bound[live])
     assert torch.equal(values[slots[live]], v[live])
     for stored_rows in (keys, values):

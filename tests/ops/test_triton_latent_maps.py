@@ -18,7 +18,7 @@ from proa.ops.triton.latent_store import latent_store
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("slots", "heads", "plain", "rank", "turned"),
+    ("slots", "heads", "plain", "rank", "rotary"),
     [([5], 3, 24, 32, 8), ([17, -1, 40, 3], 4, 16, 40, 16), ([-1, 33], 2, 128, 512, 64), (list(range(66)), 1, 8, 8, 2)],
 )
 def test_store(
@@ -26,23 +26,23 @@ def test_store(
     heads: int,
     plain: int,
     rank: int,
-    turned: int,
+    rotary: int,
     offset: float,
     interleaved: bool,
     rng: torch.Generator,
     device: torch.device,
 ) -> None:
     count, page_tokens = len(slots), 16
-    wide_q, wide_kv = rand(rng, count, heads + 1, plain + turned), rand(rng, count, rank + turned + 3)
-    q, kv = wide_q[:, 1:], wide_kv[:, : rank + turned]
-    weight, angle = rand(rng, rank), torch.randn(count, turned // 2, generator=rng) * 3
+    wide_q, wide_kv = rand(rng, count, heads + 1, plain + rotary), rand(rng, count, rank + rotary + 3)
+    q, kv = wide_q[:, 1:], wide_kv[:, : rank + rotary]
+    weight, angle = rand(rng, rank), torch.randn(count, rotary // 2, generator=rng) * 3
     norm, where = Norm(weight, 1e-6, offset), torch.tensor(slots)
     live = where >= 0
 
     def angles_of(rows: Tensor | slice, to: torch.device) -> Angles:
         return Angles(angle[rows].cos().contiguous().to(to), angle[rows].sin().contiguous().to(to), interleaved)
 
-    cache = LatentPages(poisoned(5, page_tokens, rank + turned), rank)
+    cache = LatentPages(poisoned(5, page_tokens, rank + rotary), rank)
     want_cache = LatentPages(cache.rows.clone(), rank)
     want = reference.latent_store(
         q[live], kv[live], norm, angles_of(live, torch.device("cpu")), want_cache, where[live]
@@ -67,7 +67,7 @@ def test_store(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "inputs", "outputs", "carried", "turned"),
+    ("tokens", "heads", "inputs", "outputs", "carried", "transposed"),
     [(1, 3, 24, 32, 8, False), (17, 2, 32, 16, 0, True), (5, 1, 200, 72, 4, True), (0, 2, 8, 8, 0, False)],
 )
 def test_maps_of_heads(
@@ -76,12 +76,12 @@ def test_maps_of_heads(
     inputs: int,
     outputs: int,
     carried: int,
-    turned: bool,
+    transposed: bool,
     rng: torch.Generator,
     device: torch.device,
 ) -> None:
     x = rand(rng, tokens, heads + 1, inputs + carried)[:, :heads]
-    weight = rand(rng, heads, outputs, inputs).mT if turned else rand(rng, heads, inputs, outputs)
+    weight = rand(rng, heads, outputs, inputs).mT if transposed else rand(rng, heads, inputs, outputs)
     y = poisoned(tokens, heads, outputs + carried + 1).to(device)
     head_linear(x.to(device), weight.to(device), y[..., :-1])
     assert y[..., -1].isnan().all()
@@ -98,14 +98,14 @@ def check_map(got: Tensor, x: Tensor, weight: Tensor) -> None:
 @pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])
 def test_queries_and_values(tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """By Proa's kernel or cuBLAS, on weights in the checkpoint's layout."""
-    heads, keys, values, rank, turned = 3, 24, 16, 32, 8
+    heads, keys, values, rank, rotary = 3, 24, 16, 32, 8
     maps = CudaLatentMaps(heads, keys, values, rank, device)
     weight = rand(rng, heads, keys + values, rank)
     ((name, target),) = maps.parameters()
     assert isinstance(target, Tensor)
     assert (name, target.shape) == ("kv_b.weight", (heads * (keys + values), rank))
     target.copy_(weight.flatten(0, 1))
-    q, seen = rand(rng, tokens, heads, keys + turned), rand(rng, tokens, heads, rank)
+    q, seen = rand(rng, tokens, heads, keys + rotary), rand(rng, tokens, heads, rank)
     got = maps.queries(q.to(device))
     check_map(got[..., :rank], q[..., :keys], weight[:, :keys])
     assert torch.equal(got[..., rank:].cpu(), q[..., keys:])

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from conftest import HAVE_GPU
+from have_gpu import HAVE_GPU
 from ops.choose_outputs import EPS, poisoned
 from proa.native.doorbell import JobSize, block_layout
 from proa.ops.bell_block import BellBlock, views

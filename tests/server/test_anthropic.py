@@ -318,8 +318,10 @@ def test_unknown_model_and_routes(served: Served, client: anthropic.Anthropic) -
     with pytest.raises(anthropic.NotFoundError, match="not served here") as caught:
         client.messages.create(model="other", max_tokens=10, messages=USER)
     assert caught.value.type == "not_found_error"
-    lost = httpx.post(f"{served.url}{MESSAGES}/batches", json={})
-    assert (lost.status_code, check_error(lost)["type"]) == (501, "api_error")
+    batches = httpx.post(f"{served.url}{MESSAGES}/batches", json={})
+    assert (batches.status_code, check_error(batches)["type"]) == (501, "api_error")
+    lost = httpx.post(f"{served.url}{MESSAGES}/wibble", json={})
+    assert (lost.status_code, check_error(lost)["type"]) == (404, "not_found_error")
     wrong = httpx.get(served.url + MESSAGES)
     assert (wrong.status_code, check_error(wrong)["type"]) == (405, "invalid_request_error")
     text = httpx.post(served.url + MESSAGES, content=b"{}", headers={"content-type": "text/plain"})

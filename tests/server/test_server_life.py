@@ -210,7 +210,6 @@ def test_welcome_never_shows_the_key() -> None:
     assert "Bearer $PROA_API_KEY" in text
     assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text
     assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=$PROA_API_KEY" in text
-    assert "tool calls are not parsed yet" in text
     assert "--api-key" in welcome("http://127.0.0.1:8000", "demo", ServerOptions(host="0.0.0.0"))
 
 

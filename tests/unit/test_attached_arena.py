@@ -93,7 +93,7 @@ def test_parts_outside_are_refused(offset: int, nbytes: int) -> None:
 def test_what_is_no_arena_is_refused() -> None:
     with Arena(NBYTES, shared=True) as arena:
         assert arena.fd is not None
-        with pytest.raises(ValueError, match="5242880 bytes of an arena were asked for"):
+        with pytest.raises(ValueError, match="5242880 bytes of an arena were requested"):
             AttachedArena(arena.fd, 5 * MIB)
     with tempfile.TemporaryFile() as file:
         file.truncate(MIB)

@@ -34,10 +34,10 @@ def planned(host: HostFiles, root: Path, /, use: int, **asked: Any) -> tuple[Wor
     [
         pytest.param(ONE, 16, {}, [(16,), (15,), (8,)], id="all, one less, half"),
         pytest.param(ONE, 16, {"power_saving": True}, [(16,), (15,), (12,), (8,), (4,)], id="fewer to save power"),
-        pytest.param(ONE, 16, {"threads": 16}, [(16,)], id="a number that was asked for is not tried"),
+        pytest.param(ONE, 16, {"threads": 16}, [(16,)], id="a requested number is not tried"),
         pytest.param(ONE, 6, {"threads": 6}, [(6,)], id="nor is a smaller one"),
         pytest.param(block_numbered(1, 8), 8, {}, [(8,), (7,), (4,), (16,)], id="SMT siblings"),
-        pytest.param(block_numbered(1, 8), 8, {"threads": 8}, [(8,)], id="no siblings where 8 were asked for"),
+        pytest.param(block_numbered(1, 8), 8, {"threads": 8}, [(8,)], id="no siblings if 8 were requested"),
         pytest.param(TWO, 16, {}, [(8, 8), (7, 7), (4, 4)], id="one less on each of two nodes"),
         pytest.param(sibling_numbered(2, 4), 8, {}, [(4, 4), (3, 3), (2, 2), (8, 8)], id="siblings on two nodes"),
         pytest.param(UNEVEN, 16, {}, [(12, 4), (11, 3), (6, 2)], id="in proportion to the nodes"),

@@ -55,7 +55,7 @@ def test_long_steps_take_little_vram() -> None:
 
 
 def test_asked_experts_shorten_steps() -> None:
-    """If experts that were asked for leave no room for the rows of long steps, steps are shorter."""
+    """If experts that were requested leave no room for the rows of long steps, steps are shorter."""
     tokens = []
     for mib in range(12 << 10, 16 << 10, 64):
         with suppress(ResourceError):

@@ -140,7 +140,7 @@ def test_experts_get_half_of_the_vram_beside_dense_weights() -> None:
     growing = on.vram.kv_bytes + on.vram.workspace_bytes - need.workspace_base_bytes
     assert rest // 2 - need.page_bytes <= growing <= rest // 2
     assert on.vram.experts_bytes + on.vram.spare_bytes > rest // 2 - on.expert_bytes[0]
-    # A length that is asked for takes what it needs.
+    # A requested length takes what it needs.
     asked = plan(QWEN3_30B, machine(124, gpu(6)), context=2 * got.context_tokens - 1024)
     assert check(asked, QWEN3_30B).vram.experts_bytes < on.vram.experts_bytes
 
@@ -226,9 +226,9 @@ def test_front_loading_fills_the_first_layers() -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "match"),
     [
-        ({"gpu_experts": "64"}, ResourceError, r"experts asked for take 27\.0 GiB of VRAM"),
+        ({"gpu_experts": "64"}, ResourceError, r"requested experts take 27\.0 GiB of VRAM"),
         ({"gpu_experts": "all"}, ResourceError, r"take 54\.0 GiB"),
-        ({"gpu_resident_layers": "0-40"}, ResourceError, "experts asked for take"),
+        ({"gpu_resident_layers": "0-40"}, ResourceError, "requested experts take"),
         ({"gpu_experts": "129"}, UsageError, "more than the 128 experts"),
         ({"gpu_resident_layers": "48"}, UsageError, "layers from 0 to 47"),
         ({"gpu": "1"}, UsageError, r"There are 0 \(Test GPU\)"),

@@ -100,7 +100,7 @@ def test_rows_for_gpu_options_without_a_gpu() -> None:
 
 
 def test_no_spare_slots_beside_asked_experts() -> None:
-    """Spare slots never take the place of experts that were asked for."""
+    """Spare slots never take the place of requested experts."""
     most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))
     got = plan(QWEN3_30B, machine(124, gpu(24)), context=1024, gpu_experts=str(most - 1), expert_placement="dynamic")
     assert counts(got) == [most - 1] * 48

@@ -97,12 +97,16 @@ class HybridOptions:
         low=0, high=100, common=True,
     )  # fmt: skip
     requests: str = option(
-        "1,2,4,8", help="numbers of requests that decode together, each measured in turn", metavar="LIST", common=True
+        "1,2,4,8",
+        help="numbers of requests that decode together, measured one after another",
+        metavar="LIST",
+        common=True,
     )
     context: int = option(1024, help="length of each prompt", kind="tokens", low=2, high=1 << 19, common=True)
     output_tokens: int = option(64, help="least number of decode steps to time", low=2, high=1 << 19, common=True)
     router: str = option(
-        "uniform", help="routing; uniform; zipf: a few hot experts; drift: other hot experts after --drift-tokens",
+        "uniform", help="routing; uniform: all experts equally likely; zipf: a few hot experts; "
+        "drift: other hot experts after --drift-tokens",
         choices=ROUTERS, common=True,
     )  # fmt: skip
     drift_tokens: int = option(
@@ -318,8 +322,8 @@ class HybridBench:
         read = readings.all_bytes_per_s
         figures |= {"ram_least_bytes_per_s": min(read), "ram_most_bytes_per_s": max(read)}
         split = split_ms(interval, self._ready.round_trip_us)
-        told = (*notes, *self._notes(), *limit_notes(requests, figures, readings))
-        return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
+        all_notes = (*notes, *self._notes(), *limit_notes(requests, figures, readings))
+        return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=all_notes)
 
     async def measure_drift(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """Measure `requests` decoding together in one run: equally many tokens before and after the hot experts change.
@@ -338,8 +342,8 @@ class HybridBench:
         rates = self._rates_of(readings.typical)
         figures |= {"requests": requests, "round_trip_us": self._ready.round_trip_us}
         figures |= {f"{name}_bytes_per_s": getattr(rates, name) for name in ("hbm", "ram", "pcie")}
-        told = (*notes, *self._notes(), *readings.notes())
-        return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
+        all_notes = (*notes, *self._notes(), *readings.notes())
+        return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=all_notes)
 
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """Measure a prompt that arrives while `requests` decode. Each run has a new prompt, which shares no cached
@@ -352,8 +356,8 @@ class HybridBench:
             "prefill_share": self._prepared.plan.prefill_share,
             "max_batch_tokens": float(self._prepared.plan.max_batch_tokens),
         }
-        told = (*notes, *self._notes())
-        return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=told)
+        all_notes = (*notes, *self._notes())
+        return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=all_notes)
 
     def _figures(
         self, interval: DecodeInterval, requests: int, context_tokens: float, rates: Rates

@@ -133,7 +133,7 @@ class LatentShape(ModelShape, frozen=True, kw_only=True):
     """
 
     rank: int  # kv_lora_rank
-    turned: int  # qk_rope_head_dim
+    rotary: int  # qk_rope_head_dim
     q_rank: int | None = None  # q_lora_rank
     shared: int  # shared experts
     dense: int  # dense first layers
@@ -152,7 +152,7 @@ class LatentShape(ModelShape, frozen=True, kw_only=True):
             "q_lora_rank": self.q_rank,
             "kv_lora_rank": self.rank,
             "qk_nope_head_dim": self.head_dim,
-            "qk_rope_head_dim": self.turned,
+            "qk_rope_head_dim": self.rotary,
             "v_head_dim": self.head_dim,
             "n_routed_experts": self.experts,
             "num_experts_per_tok": self.top_k,
@@ -195,11 +195,11 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         ),
         LatentShape(
             name="deepseek-v2-lite", hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=6,
-            width=1408, vocab=102400, rank=512, turned=64, shared=2, dense=1, dense_width=10944,
+            width=1408, vocab=102400, rank=512, rotary=64, shared=2, dense=1, dense_width=10944,
         ),
         LatentShape(
             name="deepseek-v3", hidden=7168, layers=61, heads=128, kv_heads=128, head_dim=128, experts=256, top_k=8,
-            width=2048, vocab=129280, rank=512, turned=64, q_rank=1536, shared=1, dense=3, dense_width=18432, groups=8,
+            width=2048, vocab=129280, rank=512, rotary=64, q_rank=1536, shared=1, dense=3, dense_width=18432, groups=8,
             kept_groups=4,
         ),
         ModelShape(
@@ -215,7 +215,7 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         ),
         LatentShape(
             name="tiny-latent", hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, experts=8, top_k=2, width=32,
-            vocab=512, rank=32, turned=8, q_rank=48, shared=1, dense=1, dense_width=96, groups=4, kept_groups=2,
+            vocab=512, rank=32, rotary=8, q_rank=48, shared=1, dense=1, dense_width=96, groups=4, kept_groups=2,
         ),
         ModelShape(
             name="tiny-oss", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32,

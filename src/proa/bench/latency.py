@@ -89,8 +89,8 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     rate = figures["decode_tokens_per_s"]
     share = None if rate is None else rate / roof.tokens_per_s
     figures |= {"roof_tokens_per_s": roof.tokens_per_s, "roof_share": share}
-    told = (*notes, *readings.notes(), *excess_notes(share, readings.all_bytes_per_s))
-    return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=told)
+    all_notes = (*notes, *readings.notes(), *excess_notes(share, readings.all_bytes_per_s))
+    return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=all_notes)
 
 
 _NO_ROOF = "no roof: the bytes that a server reads per token are unknown; to get a roof, measure without --url"

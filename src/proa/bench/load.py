@@ -36,7 +36,8 @@ class LoadOptions:
 
 
 def run(options: LoadOptions) -> Result:
-    """Read the files into the page cache, then load the model in `runs` engine processes in turn. Raises ProaError."""
+    """Read the files into the page cache, then load the model `runs` times, each in a new engine process. Raises
+    ProaError."""
     notes = busy_notes()
     prepared = prepare(options.model, options.engine)
     checkpoint = prepared.checkpoint

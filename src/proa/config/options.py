@@ -241,8 +241,9 @@ class GpuOptions:
     )
     fp8_activations: bool = option(
         False,
-        help="lossy: on the GPU, round activations of experts with many tokens to FP8 (E4M3), to use its FP8 matrix "
-        "unit with FP8 weights where that is faster; for checkpoints made for it, compute capability 8.9 or higher",
+        help="lossy: on the GPU, round activations of experts with many tokens to FP8 (E4M3), to use its FP8 "
+        "tensor cores with FP8 weights where that is faster; for checkpoints made for it, compute capability 8.9 "
+        "or higher",
     )
     doorbell: str = option(
         "auto",
@@ -261,12 +262,14 @@ class ServerOptions:
     api_key: tuple[str, ...] = option(
         (), help="require this API key as bearer token (repeatable: any of them)", metavar="KEY", secret=True
     )
-    api_key_file: str | None = option(None, help="file of API keys, one a line; # begins a comment", metavar="FILE")
+    api_key_file: str | None = option(None, help="file of API keys, one per line; # begins a comment", metavar="FILE")
     requests_per_minute: int | None = option(
-        None, help="most POST requests a minute for each API key; default: no limit", low=1
+        None, help="most POST requests per minute and API key; default: no limit", low=1
     )
     ssl_certfile: str | None = option(None, help="serve HTTPS with this certificate (PEM)", metavar="FILE")
-    ssl_keyfile: str | None = option(None, help="private key of --ssl-certfile, if it is a file apart", metavar="FILE")
+    ssl_keyfile: str | None = option(
+        None, help="private key of --ssl-certfile, if it is in a separate file", metavar="FILE"
+    )
     served_model_name: str | None = option(None, help="model name in the API; default: MODEL", metavar="NAME")
     accept_any_model: bool | None = option(
         None, help="answer requests for other model names too; default: on if --host is a loopback address"
@@ -278,7 +281,7 @@ class ServerOptions:
     stored_responses: int = option(
         256, help="latest responses of /v1/responses kept in memory, for previous_response_id; 0: none", low=0
     )
-    restart: bool = option(True, help="start the engine again when it dies, at most 3 times in 10 minutes")
+    restart: bool = option(True, help="restart the engine if it dies, at most 3 times in 10 minutes")
     cors_origin: tuple[str, ...] = option((), help="origin allowed by CORS (repeatable)", metavar="URL")
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from proa.config.env import child_environ
 from proa.errors import RequestError
-from proa.grammar.trial import Verdict
+from proa.grammar.verdict import Verdict
 from proa.types import Constraint
 
 MOST_AT_ONCE = 4

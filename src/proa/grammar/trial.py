@@ -15,19 +15,12 @@ from llguidance import LLTokenizer
 
 from proa.errors import RequestError
 from proa.grammar.compile import compiled, follow
+from proa.grammar.verdict import Verdict
 from proa.types import Constraint
 
 STACK_BYTES = 2 << 20
 MEMORY_BYTES = 2 << 30
 TRIED_TOKENS = 32
-
-
-class Verdict(msgspec.Struct, omit_defaults=True):
-    """message "": the constraint can be used. Else the RequestError."""
-
-    message: str = ""
-    remedy: str = ""
-    param: str | None = None
 
 
 def verdict(constraint: Constraint, tree: LLTokenizer) -> Verdict:

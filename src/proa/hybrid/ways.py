@@ -1,4 +1,4 @@
-"""The choice among the ways to ring the doorbell: the one asked for, or the first that works here. Belongs here: their
+"""The choice among the ways to ring the doorbell: the requested one, or the first that works here. Belongs here: their
 names, their order, messages about those that failed. Never: how they work.
 """
 

@@ -55,12 +55,10 @@ T = TypeVar("T", Tensor, Tensor | Unsummed)
 
 
 def _scaled(ops: Ops, y: T, factor: float) -> T:
-    """y * factor. Raises TypeError for a factor of a pending sum; plan/resolve.py refuses such models before."""
+    """y * factor; a pending sum of experts is multiplied when it is added."""
     if factor == 1.0:
         return y
-    if not isinstance(y, Tensor):
-        raise TypeError(f"a pending sum of experts cannot be multiplied by {factor}")
-    return ops.scale(y, factor)
+    return ops.scale(y, factor) if isinstance(y, Tensor) else y.scaled(factor)
 
 
 class Decoder:

@@ -196,7 +196,7 @@ class AttachedArena:
     def __init__(self, fd: int, nbytes: int) -> None:
         held = os.fstat(fd).st_size
         if not 0 < nbytes <= held:
-            raise ValueError(f"{nbytes} bytes of an arena were asked for, but descriptor {fd} has {held}")
+            raise ValueError(f"{nbytes} bytes of an arena were requested, but descriptor {fd} has {held}")
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError:  # not a file in memory

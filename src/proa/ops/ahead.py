@@ -115,11 +115,11 @@ class Recorder:
     def __init__(self) -> None:
         self.variants: list[Variant] = []
 
-    def note(self, *, key: str, fn: Any, **told: Any) -> bool:
+    def note(self, *, key: str, fn: Any, **details: Any) -> bool:
         """Triton's hook before compilation; returns True, which skips the compilation."""
         kernel = f"{fn.module}.{fn.name}"
         fn.jit_function.device_caches[_DEVICE][0][key] = _NotLaunched()  # later launches of the variant find this
-        compile_by = told["compile"]
+        compile_by = details["compile"]
         options = json.loads(compile_by["specialization_data"])["options"]
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         self.variants.append(
@@ -176,7 +176,7 @@ class Compiler:
         settle()
         hash_triton()
         if not self._launchers:
-            return "they were not asked for"
+            return "they were not requested"
         try:
             self._driver.utils = nvidia.CudaUtils()
         except Exception as error:  # noqa: BLE001 - no driver library, no C compiler: whatever Triton says about it

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,9 +51,13 @@ class ExpertSum:
     added: Added
     faults: LayerFaults
     x: Tensor
+    factor: float = 1.0
+
+    def scaled(self, factor: float) -> ExpertSum:
+        return replace(self, factor=self.factor * factor)
 
     def total(self) -> Tensor:
-        """The sum, float32 [T, hidden]. Records rows that are not finite."""
+        """The sum, float32 [T, hidden], times the factor. Records rows that are not finite."""
         mine = self.at.down != 0
         outputs = self.partial[: mine.numel()].view(*mine.shape, -1).where(mine[:, :, None], 0.0)
         total = (self.weights[:, :, None].where(mine[:, :, None], 0.0) * outputs).sum(1)
@@ -67,7 +71,7 @@ class ExpertSum:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
         parts = {CPU: cpu, SHARED: shared, INPUT: self.x} | {1 << k: outputs[:, k] for k in range(mine.shape[1])}
         record_faults(total, self.at, mine, self.faults, parts)
-        return total
+        return total * self.factor
 
     def add(self, x: Tensor) -> Tensor:
         return (x.float() + self.total()).to(x.dtype)

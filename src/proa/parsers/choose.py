@@ -1,4 +1,4 @@
-"""Which format a model's answers have: from its chat template, its vocabulary and its config, or as asked."""
+"""Chooses the format of a model's answers: from its chat template, its vocabulary and its config, or by the options."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _beyond_fused(spec: Model) -> str:
     shared = [ffn.shared for ffn in spec.routed.values() if ffn.shared]
     if not all(mlp.gating.gated for mlp in (*shared, *spec.ffns)):
         return "the GPU's kernels have no MLPs without a gate"
-    return "the GPU's sums have no factors of embeddings, residuals or logits" if spec.scaled else ""
+    return ""
 
 
 def partials_bytes(spec: Model, max_running: int) -> int:

@@ -158,7 +158,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
                 raise
             why, refused = error.message.rstrip("."), error
     elif certain:
-        raise UsageError(f"Experts in VRAM were asked for, but no GPU is used: {why}.", "Leave --gpu-experts and "
+        raise UsageError(f"Experts in VRAM were requested, but no GPU is used: {why}.", "Leave --gpu-experts and "
                          "--gpu-resident-layers out, or see `proa doctor`.", param="gpu_experts")  # fmt: skip
     try:
         return _on_cpu(case, batch_tokens, why, active_bytes, bandwidth)

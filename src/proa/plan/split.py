@@ -359,7 +359,7 @@ def _experts_row(wish: Wish, plan: GpuPlan) -> Decision:
 
 def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> ResourceError:
     return ResourceError(
-        f"The experts asked for take {format_bytes(wanted_bytes)} of VRAM; beside dense weights and KV cache, "
+        f"The requested experts take {format_bytes(wanted_bytes)} of VRAM; beside dense weights and KV cache, "
         f"{gpu.name} has {format_bytes(max(0, left_bytes))} for them.",
         "Ask for fewer, or leave --gpu-experts and --gpu-resident-layers out: as many as fit are taken.",
         param="gpu_experts",

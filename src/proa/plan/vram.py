@@ -92,6 +92,8 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
     steps = sizes.buckets(max_running)
     heads = {*steps, max(max_running, SCORED_ROWS)}
     nodes = sum(mixer.graph_nodes for mixer in spec.mixers) + FFN_NODES * len(spec.ffns) + GRAPH_NODES_AROUND
+    if spec.scaled:  # the embeddings, the hidden states of the head, and what each mixer and MLP adds
+        nodes += 2 + 2 * len(spec.blocks)
     return (len(steps) * nodes + len(heads) * HEAD_NODES) * GRAPH_NODE_BYTES
 
 

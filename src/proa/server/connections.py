@@ -28,7 +28,7 @@ BODY_BYTES_PER_S = 1024
 RESERVED_DESCRIPTORS = 128  # for the engine's pipes, files, log, accepted sockets that are about to be closed
 MAX_CONNECTIONS = 10_000  # each takes some 20 KB
 LISTEN_BACKLOG = 2048  # connections that the kernel completes before they are accepted
-ACCEPT_BATCH = 16  # accepted in one turn of the event loop: requests that are already open go on in between
+ACCEPT_BATCH = 16  # accepted per iteration of the event loop, so that open requests advance in between
 
 
 def _closing_answer(status: str, text: str, more: str = "") -> bytes:

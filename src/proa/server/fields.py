@@ -136,7 +136,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
     Ignored("stream_reasoning", "reasoning is streamed as it is generated"),
-    Ignored("separate_reasoning", "reasoning is always apart from the content; --reasoning-parser none joins them"),
+    Ignored("separate_reasoning", "reasoning is always separate from the content; --reasoning-parser none joins them"),
     Ignored("guided_decoding_backend", "there is one grammar library"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),

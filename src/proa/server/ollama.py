@@ -222,7 +222,8 @@ async def show(request: Request, service: Service) -> Response:
     llm = service.loaded()
     model_info = {"general.architecture": "proa", "proa.context_length": llm.context_tokens}
     shown = {"modelfile": "", "parameters": "", "template": "", "details": _details(llm), "model_info": model_info}
-    return json_response({**shown, "capabilities": ["completion", "tools"]}, headers=ignored_header(ignored))
+    thinks = [] if llm.answers.format.reasoning is None else ["thinking"]
+    return json_response({**shown, "capabilities": ["completion", "tools", *thinks]}, headers=ignored_header(ignored))
 
 
 def version() -> Response:

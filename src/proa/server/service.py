@@ -41,14 +41,14 @@ class RequestRecord:
 
 
 class Turns:
-    """Queues work of milliseconds, such as tokenising a prompt: one piece for each turn of the event loop. A burst of
-    requests would else stop the loop until all of them were tokenised."""
+    """Queues work of milliseconds, such as tokenising a prompt: one piece per iteration of the event loop. A burst of
+    requests would otherwise block the loop until all of them are tokenised."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Return when it is the caller's turn; its work goes until it waits for something."""
+        """Return in an iteration of the event loop that no other caller gets."""
         async with self._lock:
             await asyncio.sleep(0)
 

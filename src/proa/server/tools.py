@@ -77,7 +77,7 @@ def with_calls(llm: AsyncLLM, offer: Offer, params: SamplingParams, *, only_one:
         return params
     if params.constraint is not None:
         raise RequestError(
-            f"tool_choice forces a call, and {params.constraint.param} another form of the answer.",
+            f"tool_choice forces a call, but {params.constraint.param} demands another form of answer.",
             "Send only one of them.",
             param="tool_choice",
         )

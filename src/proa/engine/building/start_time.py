@@ -1,5 +1,6 @@
-"""Whether a start goes on with what may also be done later. The one clock that decides so, made in one place and handed
-on as a value: ranks whose graphs exchange tensors must capture the same ones, so the first of them will decide for all.
+"""Decides by time whether a start continues with work that may also be done later. The clock is made in one place and
+passed on as a value: ranks whose graphs exchange tensors must capture the same graphs, so the first rank will decide
+for all.
 """
 
 from __future__ import annotations

@@ -29,6 +29,6 @@ def warm_up(
     took = format_duration(clock() - begin)
     if done == len(tasks):
         report(Loading(WARMING, done, done))
-        return Decision("first steps", "auto", "tried", f"{done} batch sizes in {took}; more when they first come")
-    why = f"{done} of {len(tasks)} batch sizes in {took}; the others when they first come"
+        return Decision("first steps", "auto", "tried", f"{done} batch sizes in {took}; others when first needed")
+    why = f"{done} of {len(tasks)} batch sizes in {took}; the others when first needed"
     return Decision("first steps", "auto", "in part", why)

@@ -69,10 +69,12 @@ class DeviceSampler:
         after the device has finished."""
         choices = [SampledToken(token) for token in tokens]
         if self._explained:
-            for i, told in zip(self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True):
+            for i, result in zip(
+                self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True
+            ):
                 asked = rows[i].sampling.logprobs
                 choices[i].logprob = (
-                    TokenLogprob(told.token, told.logprob, told.top[:asked]) if tokens[i] >= 0 else None
+                    TokenLogprob(result.token, result.logprob, result.top[:asked]) if tokens[i] >= 0 else None
                 )
         left = [i for i, token in enumerate(tokens) if token == TOO_MANY or (i in self._left and token >= 0)]
         if left:

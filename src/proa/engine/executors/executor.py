@@ -5,7 +5,7 @@ in which the engine makes these calls are its schedules:
 
     one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
     overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
-    prefill between decode   launch(p, in_parts=True), then any whole steps and advance(p) in turns, sample(p) wait(p)
+    prefill between decode   launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
 
 Steps are sampled in the order in which they were launched, a step in parts when it is done, and each only after the one
 sampled before it was waited for: they share the buffers of logits and tokens. All calls come from one thread.

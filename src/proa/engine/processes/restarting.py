@@ -103,7 +103,7 @@ class RestartingEngine:
                 break
             self._is_restarting = True
             log.error("%s Restarting the engine (%d of %d).", failure, len(self._restarted_s), MOST_RESTARTS)
-            with contextlib.suppress(ProaError):  # it is the current engine's failure in the next turn
+            with contextlib.suppress(ProaError):  # the next iteration handles it as the current engine's failure
                 await self._restart()
         self._failure = EngineDead(
             f"The engine died {MOST_RESTARTS + 1} times within {WINDOW_S / 60:.0f} minutes, the last time because: "

@@ -113,7 +113,7 @@ def run(channel: Channel) -> int:
 
 
 def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
-    """Handle all pending messages, then run one step, in turn until Shutdown."""
+    """Handle all pending messages, then run one step; repeat until Shutdown."""
     channel.send(engine.stats())
     while True:
         if not engine.has_work:

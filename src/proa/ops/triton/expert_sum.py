@@ -5,7 +5,7 @@ experts; the sum of the CPU's experts is an input.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -89,11 +89,11 @@ def _note(
 @triton.jit(do_not_specialize=["layer"])
 def _combine(
     partial, weights, address, cpu, answer, state, shared, gate, residual, norm, out, normed, records, ids, x, layer,
-    partial_row, cpu_row, shared_row, gate_row, residual_row, out_row, normed_row, x_row, hidden, eps, offset,
+    partial_row, cpu_row, shared_row, gate_row, residual_row, out_row, normed_row, x_row, hidden, eps, offset, factor,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum in float32, in the order of the choices, then the CPU's sum, then the shared expert; then add the
-    residual."""
+    """Sum in float32, in the order of the choices, then the CPU's sum, then the shared expert; then multiply by
+    `factor` and add the residual."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
@@ -115,6 +115,7 @@ def _combine(
         if gate is not None:
             value *= tl.sigmoid(tl.load(gate + token * gate_row).to(tl.float32))
         total += value
+    total *= factor
     after = total if residual is None else total + before
     kept = after.to(tl.bfloat16)
     tl.store(out + token * out_row + column, kept, inside)
@@ -147,10 +148,11 @@ class Into:
 
 
 def combine(
-    partial: Tensor, weights: Tensor, down_address: Tensor, added: Added, into: Into, watch: Watch | None = None
-) -> None:
-    """Sum weights * partial over the k pairs of each token whose address is not 0, plus the terms in `added`. If those
-    include a doorbell, wait for its answer.
+    partial: Tensor, weights: Tensor, down_address: Tensor, added: Added, into: Into, watch: Watch | None = None,
+    factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Sum weights * partial over the k pairs of each token whose address is not 0, plus the terms in `added`, and
+    multiply by `factor`. If the terms include a doorbell, wait for its answer.
 
     partial float32 [>= T * k, hidden], weights float32 and down_address int64 [T, k]; contiguous columns. Non-finite
     rows of the sum are recorded in `watch`, and not changed.
@@ -172,7 +174,7 @@ def combine(
     columns, warps = _shape(hidden, whole=weight is not None)
     _combine[(tokens, triton.cdiv(hidden, columns))](
         partial, weights, down_address, cpu, *bell, *tensors, weight, into.out, into.normed, records, ids, x, layer,
-        *strides, hidden, eps, offset, TOP_K=top_k, COLUMNS=columns, num_warps=warps,
+        *strides, hidden, eps, offset, factor, TOP_K=top_k, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
 
 
@@ -185,6 +187,10 @@ class ExpertSum:
     address: Tensor
     added: Added
     watch: Watch | None = None
+    factor: float = 1.0
+
+    def scaled(self, factor: float) -> ExpertSum:
+        return replace(self, factor=self.factor * factor)
 
     def total(self) -> Tensor:
         out = torch.empty(len(self.weights), self.partial.shape[1], dtype=torch.bfloat16, device=self.weights.device)
@@ -204,7 +210,7 @@ class ExpertSum:
         return x, normed
 
     def _combine(self, into: Into) -> None:
-        combine(self.partial, self.weights, self.address, self.added, into, self.watch)
+        combine(self.partial, self.weights, self.address, self.added, into, self.watch, self.factor)
 
 
 def _shape(hidden: int, whole: bool) -> tuple[int, int]:
@@ -249,7 +255,7 @@ def _check_watch(watch: Watch, tokens: int, top_k: int, hidden: int) -> None:
 def variants() -> Iterator[Variant]:
     types = {"partial": "*fp32", "weights": "*fp32", "address": "*i64", "out": "*bf16"}
     rows = ("partial_row", "cpu_row", "shared_row", "gate_row", "residual_row", "out_row", "normed_row", "x_row")
-    types |= dict.fromkeys((*rows, "hidden", "layer"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys((*rows, "hidden", "layer"), "i32") | dict.fromkeys(("eps", "offset", "factor"), "fp32")
     extra = {"cpu": "*fp32", "shared": "*bf16", "gate": "*bf16", "records": "*i32", "ids": "*i32", "x": "*bf16"}
     extra |= dict.fromkeys(("residual", "norm", "normed"), "*bf16") | {"answer": "*i64", "state": "*i32"}
     watch, norm = ("records", "ids", "x"), ("residual", "norm", "normed")

@@ -19,7 +19,7 @@ FEW_ROWS = 64  # up to this many, a program has one row; above, several
 
 
 @triton.jit
-def turn(
+def rotate_head(
     source, target, live, row, weight, cos, sin, eps, offset, inverse,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -68,10 +68,12 @@ def _rotate_store(
     place = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
     if head < heads:
         source, target = q + row * q_row + head * q_head, out + row * out_row + head * DIM
-        turn(source, target, live, row, q_norm, cos, sin, eps, offset, 1.0, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        rotate_head(
+            source, target, live, row, q_norm, cos, sin, eps, offset, 1.0, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST
+        )
     elif head < heads + kv_heads:
         source, target = kv + row * kv_row + (head - heads) * DIM, keys + place + (head - heads) * head_stride
-        turn(
+        rotate_head(
             source, target, live, row, k_norm, cos, sin, eps, offset, key_inverse, DIM, HALF, INTERLEAVED, NORM, PAIRS,
             REST,
         )  # fmt: skip

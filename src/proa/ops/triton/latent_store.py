@@ -12,7 +12,7 @@ from torch import Tensor
 
 from proa.ops.caches import LatentPages
 from proa.ops.table import Angles, Norm
-from proa.ops.triton.heads import FEW_ROWS, turn, warps_for
+from proa.ops.triton.heads import FEW_ROWS, rotate_head, warps_for
 from proa.ops.triton.variant import Variant
 
 
@@ -28,13 +28,13 @@ def _latent_store(
     live = slot >= 0
     if head < heads:
         at = q + row * q_row + head * (PLAIN + 2 * HALF) + PLAIN
-        turn(at, at, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+        rotate_head(at, at, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
     else:
         source = kv + row * kv_row
         target = cache + (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
-        turn(source, target, live, row, weight, cos, sin, eps, offset, 1.0, RANK, 0, INTERLEAVED, True, 0, WIDE)
+        rotate_head(source, target, live, row, weight, cos, sin, eps, offset, 1.0, RANK, 0, INTERLEAVED, True, 0, WIDE)
         source, target = source + RANK, target + RANK
-        turn(
+        rotate_head(
             source, target, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0
         )  # fmt: skip
 

@@ -100,13 +100,13 @@ def best_experts(
     if KEPT:
         allowed = _in_best_groups(left, exists, KEPT, BEST_OF, PER_GROUP)
     left = tl.where(allowed, left, LOWEST)
-    NOBODY: tl.constexpr = 2**31 - 1
+    NO_EXPERT: tl.constexpr = 2**31 - 1
     place = tl.arange(0, CHOSEN)
     chosen = tl.zeros([CHOSEN], tl.int32)
     values = tl.zeros([CHOSEN], tl.float32)
     for k in tl.static_range(TOP_K):
         best = tl.max(left, 0)
-        first = tl.min(tl.where(left == best, expert, NOBODY), 0)
+        first = tl.min(tl.where(left == best, expert, NO_EXPERT), 0)
         if correction is None:
             value = _ordered(best).to(tl.float32, bitcast=True)
         else:
