@@ -10,6 +10,7 @@ import pytest
 
 from answer_texts import WRITERS, Vocabulary, Write, format_of, read
 from grammars import EOS, allowed, matcher, random_answer, text_of
+from proa.errors import RequestError
 from proa.parsers.calls import Tools
 from proa.parsers.choose import HARMONY
 from proa.parsers.forced import call_grammar
@@ -110,6 +111,16 @@ def test_strict_calls_in_free_text(calls: CallFormat) -> None:
     assert not accepts(found, text + bad)
     if not calls.parameter:
         assert accepts(found, text + write("now", {"any": 1}))
+
+
+def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    found = call_grammar(CALLS[0], tools, ["get_weather", "odd"], only_one=True)
+    assert found is not None
+    with pytest.raises(RequestError, match=r"tools\[odd\]\.parameters\.properties\.a.*uniqueItems") as caught:
+        matcher(found)
+    assert caught.value.param == "tools[odd].parameters.properties.a.uniqueItems"
 
 
 def test_formats_without_a_grammar() -> None:

@@ -83,6 +83,10 @@ class AnswerFormat(Protocol):
     def reasoning(self) -> ReasoningFormat | None:
         """The format of reasoning; None if it stays text."""
 
+    @property
+    def text_opening(self) -> str:
+        """What the model writes before visible text; empty in most formats."""
+
     def place(self, prompt: str, begun: str) -> Place:
         """Return where the answer to a prompt stands. prompt, begun: as for `parser`."""
 
@@ -93,6 +97,8 @@ class AnswerFormat(Protocol):
 
 class TaggedFormat:
     """Delimiters of calls and of reasoning, each possibly none."""
+
+    text_opening = ""
 
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, added: Mapping[int, str]) -> None:
         self.calls: CallFormat | None = calls
@@ -122,6 +128,7 @@ class HarmonyFormat:
 
     calls: CallFormat | None = HARMONY_CALLS
     reasoning: ReasoningFormat | None = HARMONY_REASONING
+    text_opening = "<|channel|>final<|message|>"
 
     def __init__(self, added: Mapping[int, str]) -> None:
         self._anchors: Anchors = anchors(harmony.MARKERS, added.values())

@@ -30,9 +30,9 @@ def call_grammar(
         is_free = not forced and functions[name].get("strict") is not True
         schema = functions[name].get("parameters") or {"type": "object"}
         if calls.parameter:
-            content = Constraint.grammar(_parameters(calls.parameter, schema), param="tools")
+            content = Constraint.grammar(_parameters(calls.parameter, schema), param=f"tools[{name}].parameters")
         else:
-            content = Constraint.json({"type": "object"} if is_free else schema, param="tools")
+            content = Constraint.json({"type": "object"} if is_free else schema, param=f"tools[{name}].parameters")
         tags.append(Tag(begin, content, end))
     at_most = 1 if only_one or calls.ends_answer else None
     if forced:

@@ -13,7 +13,7 @@ from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from proa.types import Chat, SamplingParams
+from proa.types import Chat, Constraint, SamplingParams, Tag, Tags
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS_HEADER = "x-proa-tools"
@@ -135,10 +135,15 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int:
 def with_reasoning(
     llm: AsyncLLM, chat: Chat, prompt: list[int], params: SamplingParams, budget: int | None = None
 ) -> SamplingParams:
-    """Return the parameters with a budget of reasoning, and with reasoning before their constraint."""
-    if budget is None and params.constraint is None:
+    """Return the parameters with a budget of reasoning, and with reasoning before their constraint, which begins with
+    what the model writes before visible text."""
+    constraint = params.constraint
+    if budget is None and constraint is None:
         return params
-    return msgspec.structs.replace(params, thinking=llm.thinking(chat, prompt, budget))
+    thinking, opening = llm.thinking(chat, prompt, budget), llm.answers.format.text_opening
+    if constraint is not None and constraint.kind != "tags" and opening and thinking is not None:
+        constraint = Constraint.tags(Tags(tags=(Tag(opening, constraint),), at_most=1), param=constraint.param)
+    return msgspec.structs.replace(params, constraint=constraint, thinking=thinking)
 
 
 def fitted(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
