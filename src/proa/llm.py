@@ -203,7 +203,7 @@ class AsyncLLM:
 
     def thinking(self, chat: Chat, prompt_tokens: list[int], budget: int | None = None) -> Thinking | None:
         """Describe the reasoning of an answer to a conversation, for SamplingParams: `budget` is its most tokens, and a
-        constraint begins behind it. None if the model has no known form of reasoning, or the prompt has ended it."""
+        constraint begins after it. None if the model has no known form of reasoning, or the prompt has ended it."""
         begins = self.answers.format.place(*self._ends(chat, prompt_tokens))
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         return describe(self.answers.format, begins, encode, has_tools=bool(chat.tools), budget=budget)

@@ -82,7 +82,7 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """The reasoning with which an answer begins, for a budget and for a constraint, which applies behind it.
+    """The reasoning with which an answer begins, for a budget and for a constraint, which applies after it.
 
     is_open: the prompt ends inside it; else the answer may begin with `opening`, a constrained one only if that is a
     token. opening, end: its delimiters. calls: texts that begin a tool call, from where no budget counts. budget: most

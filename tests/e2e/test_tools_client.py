@@ -170,7 +170,7 @@ def test_logprobs_cover_all_tokens(client: openai.OpenAI) -> None:
 
 
 def test_forced_calls(client: openai.OpenAI) -> None:
-    """The model would say "One moment."; the grammar leaves it no other text than a call behind its reasoning."""
+    """The model would say "One moment."; the grammar leaves it no other text than a call after its reasoning."""
     for choice, names in (
         ("required", {"get_weather", "get_time"}),
         ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),

@@ -172,7 +172,7 @@ def test_prefill_beside_decode(decoder: Decoder) -> None:
         assert events[-1].finish in ("stop", "length"), name
 
 
-def test_the_grammar_begins_behind_the_reasoning(decoder: Decoder) -> None:
+def test_the_grammar_begins_after_the_reasoning(decoder: Decoder) -> None:
     engine = engine_of(decoder, "overlap")
     thinking = Thinking(is_open=True, opening="", end="\x05")
     asked = constrained("json", [9, 8], JSON, thinking=thinking, temperature=1.0, seed=2, max_tokens=90)

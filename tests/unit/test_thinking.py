@@ -1,4 +1,4 @@
-"""Budgets of reasoning, and constraints that begin behind it."""
+"""Budgets of reasoning, and constraints that begin after it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_counts(changes: dict[str, object], text: bytes, is_forced: bool) -
         assert found == next_of(thinker(thinking), text[:length]), "the state depends on the tokens alone"
 
 
-def test_a_constraint_begins_behind_the_reasoning() -> None:
+def test_a_constraint_begins_after_the_reasoning() -> None:
     follower = thinker(msgspec.structs.replace(THINK, budget=None), YES)
     free = next_of(follower, b"any {text</thi")
     assert free is not None
@@ -128,15 +128,15 @@ def test_descriptions() -> None:
     asked = {
         "<|assistant|>": "before",
         "<|assistant|><think>\n": "inside",
-        "<|assistant|><think>\n\n</think>\n\n": "behind",
+        "<|assistant|><think>\n\n</think>\n\n": "after",
     }
     assert {prompt: answers.place(prompt, "") for prompt in asked} == asked
-    assert answers.place("<|assistant|>", "The answer") == "behind"
+    assert answers.place("<|assistant|>", "The answer") == "after"
     for place in ("before", "inside"):
         found = describe(answers, place, encode, has_tools=True, budget=9)
         assert found == Thinking(
             is_open=place == "inside", opening="<think>", end="</think>", calls=("<tool_call>",),
             budget=9, closing=tuple(b"\n</think>"),
         )  # fmt: skip
-    assert describe(answers, "behind", encode, has_tools=True, budget=9) is None
+    assert describe(answers, "after", encode, has_tools=True, budget=9) is None
     assert describe(format_of("hermes", "none", Vocabulary(())), "before", encode, has_tools=False, budget=1) is None

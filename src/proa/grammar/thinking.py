@@ -1,4 +1,4 @@
-"""Reasoning before an answer: its budget, and the constraint that begins behind it. Never: compiling, logits."""
+"""Reasoning before an answer: its budget, and the constraint that begins after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _State = Literal["before", "inside", "closing", "after"]
 
 
 class ThinkingMatcher:
-    """A Follower of an answer that begins with reasoning, which is free; `inner` follows the text behind it.
+    """A Follower of an answer that begins with reasoning, which is free; `inner` follows the text after it.
 
     When the budget is spent, only the tokens of `closing` are allowed, one after the other. Stop tokens are not allowed
     inside reasoning that a constraint waits for.

@@ -68,8 +68,8 @@ class Model:
     model_type: str = ""
 
 
-# Where an answer begins: inside reasoning, behind it or without it, or where it may still begin.
-Place = Literal["inside", "behind", "before"]
+# Where an answer begins: inside reasoning, after it or without it, or where it may still begin.
+Place = Literal["inside", "after", "before"]
 
 
 class AnswerFormat(Protocol):
@@ -117,10 +117,10 @@ class TaggedFormat:
 
     def place(self, prompt: str, begun: str) -> Place:
         if self.reasoning is None:
-            return "behind"
+            return "after"
         if _is_open(self.reasoning, prompt, begun):
             return "inside"
-        return "behind" if begun.strip() or prompt.rstrip().endswith(self.reasoning.close) else "before"
+        return "after" if begun.strip() or prompt.rstrip().endswith(self.reasoning.close) else "before"
 
 
 class HarmonyFormat:
@@ -144,7 +144,7 @@ class HarmonyFormat:
         in_message = bool(message) and not any(end in prompt[prompt.rfind(harmony.MESSAGE) :] for end in harmony.ENDS)
         if not in_message:
             return "before"
-        return "inside" if "analysis" in header.rpartition(harmony.CHANNEL)[2] else "behind"
+        return "inside" if "analysis" in header.rpartition(harmony.CHANNEL)[2] else "after"
 
 
 def _kept(added: Mapping[int, str], markers: Collection[str]) -> dict[int, str]:

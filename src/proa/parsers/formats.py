@@ -237,7 +237,7 @@ HARMONY_CALLS = CallFormat(
     ends_answer=True,
 )
 
-# Qwen3 was trained with budgets and continues behind this text (arXiv 2505.09388, section 4.7).
+# The text with which Qwen3's report ends reasoning at a budget (arXiv 2505.09388).
 _QWEN3_LAST_WORDS = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     "</think>\n\n"

@@ -14,7 +14,7 @@ def describe(
     """Describe the reasoning of an answer; None if it has none. begins: where the answer stands. encode: tokenises
     text, with special tokens."""
     reasoning = answers.reasoning
-    if reasoning is None or begins == "behind":
+    if reasoning is None or begins == "after":
         return None
     return Thinking(
         is_open=begins == "inside",
