@@ -110,6 +110,10 @@ WRITERS: dict[str, tuple[Write, ...]] = {
     ),
     "gemma4": (lambda n, a: f"<|tool_call>call:{n}{_gemma_value(dict(a))}<tool_call|>",),
     "nemotron": (lambda n, a: f'<TOOLCALL>[{{"name": "{n}", "arguments": {_json(a)}}}]</TOOLCALL>',),
+    "apriel": (
+        lambda n, a: f'<tool_calls>[{{"name": "{n}", "arguments": {_json(a)}}}]</tool_calls>',
+        lambda n, a: f'<tool_calls>\n{{"name": "{n}", "arguments": {_json(a)}}}\n</tool_calls>',
+    ),
     "pythonic": (lambda n, a: f"<|python_start|>{_python(n, a)}<|python_end|>",),
     "lfm2": (lambda n, a: f"<|tool_call_start|>{_python(n, a)}<|tool_call_end|>",),
     HARMONY: (_harmony,),

@@ -56,6 +56,25 @@ def _download(requirement: str, sha256: str, folder: Path, source: bool) -> Path
     pytest.skip(f"{requirement} cannot be fetched: {last[-1] if last else 'pip said nothing'}")
 
 
+def installed(lock: Path) -> Path:
+    """Return a folder with the packages of a list, `name==version` a line, which has their dependencies too. Skips the
+    test without a network."""
+    text = lock.read_bytes()
+    folder = _CACHE / f"{lock.stem}-{sys.version_info[0]}{sys.version_info[1]}-{hashlib.sha256(text).hexdigest()[:12]}"
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+                command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--quiet"]
+                command += ["--no-input", "--disable-pip-version-check", f"--target={scratch}/packages", f"-r{lock}"]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+                if done.returncode:
+                    last = done.stderr.strip().splitlines()
+                    pytest.skip(f"{lock.stem} cannot be fetched: {last[-1] if last else 'pip said nothing'}")
+                (Path(scratch) / "packages").rename(folder)
+    return folder
+
+
 def npm_package(spec: str, sha512: str) -> Path:
     """Return a folder with the contents of an npm package, `name@version`; sha512: its checksum in base64. Skips the
     test without npm or a network."""

@@ -13,9 +13,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from proa.grammar.compile import compiled
 from proa.grammar.matcher import Matcher
+from proa.grammar.thinking import ThinkingMatcher
 from proa.grammar.vocabulary import Lexicon, Vocabulary
 from proa.text.token_bytes import byte_alphabet
-from proa.types import Constraint
+from proa.types import Constraint, Thinking
 
 EOS, MARK = 0xFF, 0xFE
 WORDS = ('{"', '":', "true", "null", "hello", "}}", "</think>", "\n  ", "12", "日本", '": "')
@@ -47,13 +48,19 @@ def lexicon(num_tokens: int = 288) -> Lexicon:
 def matcher(
     constraint: Constraint,
     *,
-    after: str = "",
     min_tokens: int = 0,
     stops: Sequence[int] = (EOS,),
     num_tokens: int = 288,
 ) -> Matcher:
     known = lexicon(num_tokens)
-    return Matcher(compiled(constraint, known.tree, known.special), known, stops, after, min_tokens)
+    return Matcher(compiled(constraint, known.tree, known.special), known, stops, min_tokens)
+
+
+def thinker(
+    thinking: Thinking, constraint: Constraint | None = None, *, min_tokens: int = 0, num_tokens: int = 288
+) -> ThinkingMatcher:
+    inner = None if constraint is None else matcher(constraint, min_tokens=min_tokens, num_tokens=num_tokens)
+    return ThinkingMatcher(thinking, lexicon(num_tokens), (EOS,), min_tokens, inner)
 
 
 def allowed(mask: NDArray[np.int32]) -> list[int]:

@@ -25,6 +25,7 @@ from proa.grammar.checker import GrammarChecker
 from proa.parsers.calls import Tools
 from proa.parsers.choose import AUTO, Chosen, Model, choose
 from proa.parsers.events import AnswerParser
+from proa.parsers.thinking import describe
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
 from proa.text.answer import Answer, AnswerFold, require_complete
@@ -34,7 +35,7 @@ from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams
+from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams, Thinking
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
@@ -196,11 +197,22 @@ class AsyncLLM:
     def answer_parser(self, chat: Chat, prompt_tokens: list[int]) -> AnswerParser:
         """Make the parser of one answer to a conversation, which was rendered to these tokens. Calls are parsed if the
         conversation has tools; else they stay text."""
-        end = self.tokenizer.decode(prompt_tokens[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-        last = chat.messages[-1].get("content") if chat.continue_final_message else ""
         calls = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
         tools = Tools.of(chat.tools) if chat.tools else None
-        return self.answers.format.parser(tools, end, last if isinstance(last, str) else "", calls)
+        return self.answers.format.parser(tools, *self._ends(chat, prompt_tokens), calls)
+
+    def thinking(self, chat: Chat, prompt_tokens: list[int], budget: int | None = None) -> Thinking | None:
+        """Describe the reasoning of an answer to a conversation, for SamplingParams: `budget` is its most tokens, and a
+        constraint begins after it. None if the model has no known form of reasoning, or the prompt has ended it."""
+        begins = self.answers.format.place(*self._ends(chat, prompt_tokens))
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return describe(self.answers.format, begins, encode, has_tools=bool(chat.tools), budget=budget)
+
+    def _ends(self, chat: Chat, prompt_tokens: list[int]) -> tuple[str, str]:
+        """Return the end of a rendered prompt, and the text of a final message that is continued."""
+        end = self.tokenizer.decode(prompt_tokens[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        last = chat.messages[-1].get("content") if chat.continue_final_message else ""
+        return end, last if isinstance(last, str) else ""
 
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Raise the RequestError or ContextLengthExceeded that `stream` would raise for this request."""
@@ -229,7 +241,7 @@ class AsyncLLM:
             )
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
-        if params.constraint is not None:
+        if params.constraint is not None or params.thinking is not None:
             await self._prepare(params.constraint)
         sources = [self._choice(i, request, params, markers) for i, request in enumerate(requests)]
         async with aclosing(merge(sources)) as chunks:
@@ -252,11 +264,13 @@ class AsyncLLM:
         await self._checker.close()
         await self.engine.close()
 
-    async def _prepare(self, constraint: Constraint) -> None:
-        """Refuse a constraint that cannot be compiled; give the engine the vocabulary before its first one."""
+    async def _prepare(self, constraint: Constraint | None) -> None:
+        """Refuse a constraint that cannot be compiled; give the engine the vocabulary before its first one, or before
+        the first budget."""
         if self._taught is None:
             self._taught = asyncio.create_task(self._teach())
-        await self._checker.check(constraint)
+        if constraint is not None:
+            await self._checker.check(constraint)
         await asyncio.shield(self._taught)
 
     async def _teach(self) -> None:

@@ -81,12 +81,30 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
     at_most: int | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """The reasoning with which an answer begins, for a budget and for a constraint, which applies after it.
+
+    is_open: the prompt ends inside it; else the answer may begin with `opening`, a constrained one only if that is a
+    token. opening, end: its delimiters. calls: texts that begin a tool call, from where no budget counts. budget: most
+    tokens between the delimiters. closing: token ids that follow when the budget is spent; their text contains `end`.
+    AsyncLLM.thinking makes one.
+    """
+
+    is_open: bool
+    opening: str
+    end: str
+    calls: tuple[str, ...] = ()
+    budget: int | None = None
+    closing: tuple[int, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of a request. `None`: use the checkpoint's generation_config.json, else a neutral value.
 
     temperature 0: greedy. top_k 0: no top-k. `logprobs=k`: return the logprob of the sampled token and of the k most
-    likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. Raises RequestError on
-    construction for a value of the wrong type or range.
+    likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. return_progress: chunks
+    with Progress while the prompt is computed. Raises RequestError on construction for a value of the wrong type or
+    range.
     """
 
     n: int = 1
@@ -107,9 +125,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     constraint: Constraint | None = None
-    constraint_after: str = ""
+    thinking: Thinking | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    return_progress: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -182,7 +201,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     constraint: Constraint | None = None
-    constraint_after: str = ""
+    thinking: Thinking | None = None
+    return_progress: bool = False
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +227,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens of a prompt are computed; `cached` of them came from the prefix cache."""
+
+    computed: int
+    cached: int
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of one engine step for one sequence: zero or more new tokens, and `finish` if the sequence ended."""
 
@@ -218,6 +245,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     error: str = ""  # the message if finish is "error"
     stop_token: int | None = None  # the eos or stop token that ended the sequence; not in `tokens`
+    progress: Progress | None = None  # of a prompt that is not complete; such an event has nothing else
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,6 +276,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: list[int] | None = None  # on each choice's first chunk
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int | None = None
+    progress: Progress | None = None  # such a chunk has nothing else
 
 
 class Decision(msgspec.Struct, frozen=True):

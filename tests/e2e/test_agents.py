@@ -98,6 +98,7 @@ def test_an_agent_reads_a_file(name: str, folder: Path, request: pytest.FixtureR
     environ = {
         **{key: value for key, value in os.environ.items() if not key.startswith("XDG_")},
         "HOME": str(tmp_path),
+        "PWD": str(folder),  # opencode's folder is $PWD; files outside of it need a permission
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "IS_SANDBOX": "1",
     }

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from serving import serving
 
@@ -21,6 +22,8 @@ SCRIPTS: dict[str, Any] = {
     "both?": f"{CITY}\n{TIME}",
     "syntax?": ("Write ", "<tool", "_call>", " to call."),
     "cut": CITY,
+    "long?": "<think>\n" + "I could go on and on. " * 20 + "</think>\n\nDone.",
+    "think json": '<think>\nWhich?\n</think>{"a": 1}',
     "joke": "<think>Hm.</think>\n\nA proa walks into a bar.",
 }
 TOOLS: Any = [
@@ -38,7 +41,7 @@ TOOLS: Any = [
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    with serving(folder, "--context", "4096", "--gpu", "none") as (_, loaded):
+    with serving(folder, "--context=4096", "--gpu=none", "--max-batch-tokens=128", "--no-prefix-cache") as (_, loaded):
         yield loaded
 
 
@@ -167,7 +170,7 @@ def test_logprobs_cover_all_tokens(client: openai.OpenAI) -> None:
 
 
 def test_forced_calls(client: openai.OpenAI) -> None:
-    """The model would say "Hello!"; the grammar leaves it no other text than a call."""
+    """The model would say "One moment."; the grammar leaves it no other text than a call after its reasoning."""
     for choice, names in (
         ("required", {"get_weather", "get_time"}),
         ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
@@ -182,7 +185,7 @@ def test_forced_calls(client: openai.OpenAI) -> None:
             {"get_time"},
         ),
     ):
-        whole = ask(client, "hi", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
+        whole = ask(client, "weather?", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=300)
         answer = whole.choices[0]
         assert answer.finish_reason in ("tool_calls", "length")
         if answer.finish_reason == "tool_calls":
@@ -192,6 +195,85 @@ def test_forced_calls(client: openai.OpenAI) -> None:
             assert isinstance(json.loads(call.function.arguments)[required], str)
         else:
             assert answer.message.content.startswith('<tool_call>\n{"name": "get_')
+
+
+def test_forced_calls_of_other_protocols(client: openai.OpenAI, report: dict[str, Any]) -> None:
+    """The model would tell a joke. Its reasoning comes before the call."""
+    url, name = report["url"], "get_time"
+    message = {"role": "user", "content": "joke"}
+    tools = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+    asked = {"max_tokens": 300, "messages": [message], "tools": tools, "tool_choice": {"type": "tool", "name": name}}
+    answer = httpx.post(f"{url}/v1/messages", json=asked, timeout=60).json()
+    thinking, block = answer["content"]
+    assert thinking["thinking"] == "Hm."
+    if answer["stop_reason"] == "tool_use":
+        assert block["name"] == name
+        assert isinstance(block["input"]["zone"], str)
+    else:
+        assert block["text"].startswith(f'<tool_call>\n{{"name": "{name}"')
+    functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice: Any = {"type": "function", "name": name}
+    response = client.responses.create(
+        model="m", input=[message], tools=functions, tool_choice=choice, max_output_tokens=300
+    )
+    assert response.output[0].type == "reasoning"
+    if response.status == "completed":
+        assert [(item.type, item.name) for item in response.output[1:]] == [("function_call", name)]
+    else:
+        assert response.output_text.startswith(f'<tool_call>\n{{"name": "{name}"')
+
+
+def test_a_budget_of_reasoning(client: openai.OpenAI, report: dict[str, Any]) -> None:
+    """What the model says after its reasoning was closed is not its script; here that it reasons no longer matters."""
+    free = ask(client, "long?").usage.completion_tokens_details.reasoning_tokens
+    assert free > 100
+    whole = ask(client, "long?", extra_body={"thinking_token_budget": 20}, max_tokens=200)
+    message, used = whole.choices[0].message, whole.usage.completion_tokens_details.reasoning_tokens
+    assert message.reasoning_content.startswith("I could go on")
+    assert message.reasoning_content.endswith("I have to give the solution based on the thinking directly now.")
+    assert "I could go on" not in (message.content or "")
+    assert 20 < used < free
+    none = ask(client, "long?", extra_body={"thinking_token_budget": 0}, max_tokens=200).choices[0].message
+    assert none.reasoning_content.startswith("Considering the limited time")
+    generous = ask(client, "long?", extra_body={"thinking_token_budget": 1000}).choices[0].message
+    assert generous.content == "Done."
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    asked = {"max_tokens": 200, "messages": [{"role": "user", "content": "long?"}], "thinking": thinking}
+    answered = httpx.post(f"{report['url']}/v1/messages", json=asked, timeout=60)
+    assert "x-proa-ignored-fields" not in answered.headers
+    assert answered.json()["content"][0]["thinking"] == message.reasoning_content
+
+
+def test_progress_of_a_long_prompt(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "far away " * 600}], "n": 2}
+    for more in ({}, {"return_progress": True}):
+        chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=more))
+        found = [c.prompt_progress for c in chunks if c.model_extra and "prompt_progress" in c.model_extra]
+        assert all(not c.choices for c in chunks if c.model_extra and "prompt_progress" in c.model_extra)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices and not c.choices[0].index)
+        assert bool(found) == bool(more)
+    done = [progress["processed"] for progress in found]
+    assert done == sorted(done)
+    assert all(p["cache"] <= p["processed"] < p["total"] and p["time_ms"] >= 0 for p in found)
+    plain = client.chat.completions.create(**asked, extra_body={"return_progress": True})
+    assert plain.choices[0].message.content == "Hello!\n"
+
+
+def test_reasoning_before_a_constraint(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_object"}
+    message = ask(client, "think json", response_format=form, max_tokens=200).choices[0].message
+    assert message.reasoning_content == "Which?"
+    assert message.content.startswith("{")
+
+
+def test_strict_calls_beside_text(client: openai.OpenAI) -> None:
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    choice = ask(client, "weather?", tools=strict).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+    (call,) = choice.message.tool_calls  # forced text has other tokens than the script, which is lost there
+    key = {"get_weather": "city", "get_time": "zone"}[call.function.name]
+    assert isinstance(json.loads(call.function.arguments)[key], str)
+    assert ask(client, "joke", tools=strict).choices[0].message.content == "A proa walks into a bar."
 
 
 def test_wrong_tool_choices_are_refused(client: openai.OpenAI) -> None:

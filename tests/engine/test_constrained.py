@@ -15,7 +15,7 @@ import torch
 
 from engine.random_requests import WISHES, outcome
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
-from grammars import EOS, matcher, text_of
+from grammars import EOS, matcher, text_of, thinker
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.engine.engine import Engine
@@ -28,7 +28,7 @@ from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
 from proa.errors import RequestError
 from proa.layers.decoder import Decoder
-from proa.types import Constraint, EngineRequest
+from proa.types import Constraint, EngineRequest, Thinking
 from tiny import make_tiny
 
 PAGE_TOKENS, RUNNING, ROWS, CONTEXT, VOCAB = 4, 4, 32, 96, 256
@@ -79,9 +79,12 @@ def constrained(name: str, prompt: list[int], constraint: Constraint, **wishes: 
 def submit(engine: Engine, asked: EngineRequest) -> None:
     s = asked.sampling
     stops = (*s.eos_token_ids, *s.stop_token_ids)
-    engine.submit(asked, None if s.constraint is None else matcher(
-        s.constraint, after=s.constraint_after, min_tokens=s.min_tokens, stops=stops, num_tokens=VOCAB
-    ))  # fmt: skip
+    if s.thinking is not None:
+        engine.submit(asked, thinker(s.thinking, s.constraint, min_tokens=s.min_tokens, num_tokens=VOCAB))
+    elif s.constraint is not None:
+        engine.submit(asked, matcher(s.constraint, min_tokens=s.min_tokens, stops=stops, num_tokens=VOCAB))
+    else:
+        engine.submit(asked)
 
 
 def answers(engine: Engine, asked: Sequence[EngineRequest]) -> dict[str, tuple[Any, ...]]:
@@ -169,15 +172,40 @@ def test_prefill_beside_decode(decoder: Decoder) -> None:
         assert events[-1].finish in ("stop", "length"), name
 
 
-def test_the_grammar_begins_after_a_text(decoder: Decoder) -> None:
+def test_the_grammar_begins_after_the_reasoning(decoder: Decoder) -> None:
     engine = engine_of(decoder, "overlap")
-    asked = constrained("json", [9, 8], JSON, constraint_after="\x05", temperature=1.0, seed=2, max_tokens=90)
+    thinking = Thinking(is_open=True, opening="", end="\x05")
+    asked = constrained("json", [9, 8], JSON, thinking=thinking, temperature=1.0, seed=2, max_tokens=90)
     submit(engine, asked)
     text = tokens_of(finish_all(engine)["json"])
     assert EOS not in text
     if 5 in text:
         begin = text.index(5) + 1
         assert text[begin : begin + 1] in ([ord("{")], [0xC0])
+
+
+@pytest.mark.parametrize("kind", ["eager", "overlap", "graphs"])
+def test_budgets_of_reasoning(kind: str, decoder: Decoder, tmp_path: Path) -> None:
+    """Beside free requests, preempted ones too: the closing tokens come exactly when the budget is spent."""
+    if kind == "graphs":
+        pytest.importorskip("triton")
+        decoder = load(torch.bfloat16, tmp_path)
+    closing = (9, 8, 5)
+    asked = [
+        request(
+            f"budget{i}", [5, 6, i], 24, temperature=i % 2, seed=i,
+            thinking=Thinking(is_open=True, opening="", end="\x05", budget=4 + i, closing=closing),
+        )
+        for i in range(5)
+    ]  # fmt: skip
+    found = answers(
+        engine_of(decoder, kind, num_pages=100 if kind == "graphs" else 26), [*asked, request("free0", [5], 15)]
+    )
+    for i in range(5):
+        tokens = found[f"budget{i}"][0]
+        if 5 not in tokens[: 4 + i]:
+            assert tuple(tokens[4 + i : 7 + i]) == closing
+    assert any(5 not in found[f"budget{i}"][0][: 4 + i] for i in range(5))
 
 
 def test_a_cut_answer_ends_with_length(decoder: Decoder) -> None:

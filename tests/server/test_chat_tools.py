@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from http_calls import CHAT, USER, post
 
 from fakes import CHATML, FakeEngine, Reply, make_tokenizer
 from proa.text.tokenizer import Tokenizer
+from proa.types import Tags
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"properties": {"zip": {"type": "string"}}}}}
@@ -83,3 +85,25 @@ def test_messages_in_an_order_that_the_template_refuses(tmp_path: Path) -> None:
 def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
     answer = post(tokenizer, CHAT, json={"messages": USER, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(("budget", "named"), [(5, "thinking_token_budget"), (-1, None), (None, None)])
+def test_a_budget_without_reasoning_is_named(tokenizer: Tokenizer, budget: int | None, named: str | None) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode("Hi")))
+    answer = post(tokenizer, CHAT, engine, json={"messages": USER, "thinking_token_budget": budget})
+    assert answer.headers.get("x-proa-ignored-fields") == named
+    assert engine.requests[0].sampling.thinking is None
+
+
+def test_a_constrained_answer_of_gpt_oss_is_a_final_message(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_tokenizer(tmp_path, "{{ '<|channel|><|message|>' if tools }}" + CHATML))
+    answer_text = '<|channel|>final<|message|>{"a": 1}'
+    engine = FakeEngine(Reply(tokenizer.encode(answer_text)))
+    body = {"messages": USER, "response_format": {"type": "json_object"}}
+    answer = post(tokenizer, CHAT, engine, json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == '{"a": 1}'
+    constraint = engine.requests[0].sampling.constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.param) == ("tags", "response_format")
+    (tag,) = msgspec.json.decode(constraint.text, type=Tags).tags
+    assert (tag.begin, tag.end, tag.content.kind) == ("<|channel|>final<|message|>", "", "json")

@@ -88,7 +88,7 @@ def test_descriptions(served: Served) -> None:
         assert card["size"] > 0
     shown = post(served, "/api/show").json()
     assert shown["model_info"]["proa.context_length"] == 4096
-    assert "tools" in shown["capabilities"]
+    assert shown["capabilities"] == ["completion", "tools"]
     assert httpx.get(f"{served.url}/api/version").json()["version"]
     for path in ("/api/chat", "/api/generate"):
         assert post(served, path).json()["done_reason"] == "load"

@@ -7,10 +7,13 @@ import typing
 from pathlib import Path
 
 import pytest
+from http_calls import CHAT, COMPLETIONS, USER, post
 
+from fakes import FakeEngine, Reply
 from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from proa.server.fields import IGNORED, REFUSED, Endpoint, implemented_fields
 from proa.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from proa.text.tokenizer import Tokenizer
 from proa.types import SamplingParams
 
 messages = pytest.importorskip("anthropic.types")
@@ -69,8 +72,31 @@ def test_no_field_is_in_two_tables(endpoint: Endpoint, schema: typing.Any) -> No
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
 def test_every_sampling_parameter_can_be_asked(schema: typing.Any) -> None:
-    asked_otherwise = {"constraint", "constraint_after"}  # server/constraints.py
+    asked_otherwise = {"constraint", "thinking", "return_progress"}  # server/constraints.py, prompts.py, chat.py
     assert set(SamplingParams.__struct_fields__) - asked_otherwise <= set(schema.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": USER, "max_tokens": 100_000}, "max_tokens"),
+        (CHAT, {"messages": USER, "max_completion_tokens": 100_000, "stream": True}, "max_completion_tokens"),
+        (COMPLETIONS, {"prompt": "Hi", "max_tokens": 100_000}, "max_tokens"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 100_000}, "max_output_tokens"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 100_000}, "max_tokens"),
+        ("/api/chat", {"messages": USER, "options": {"num_predict": 100_000}}, "options.num_predict"),
+        ("/api/generate", {"prompt": "Hi", "options": {"num_predict": 100_000}}, "options.num_predict"),
+    ],
+)
+def test_limits_beyond_the_context_are_cut_and_named(
+    path: str, body: dict[str, typing.Any], field: str, tokenizer: Tokenizer
+) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode("Hello")))
+    answer = post(tokenizer, path, engine, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-proa-ignored-fields"] == field
+    (request,) = engine.requests
+    assert len(request.tokens) + request.sampling.max_tokens == 4096
 
 
 def test_null_means_not_given() -> None:

@@ -233,7 +233,8 @@ def test_an_error_in_the_middle_is_a_failed_response(tokenizer: Tokenizer) -> No
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "reasoning", "encrypted_content": "proa.x"}]}, "input"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
 def test_wrong_fields(changes: dict[str, Any], param: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 import programs
 from fakes import FakeEngine, Reply
+from proa.cli.serve import EPILOG
 from proa.config.options import ServerOptions
 from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ResourceError, UsageError, WeightsError
@@ -210,7 +211,21 @@ def test_welcome_never_shows_the_key() -> None:
     assert "Bearer $PROA_API_KEY" in text
     assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text
     assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=$PROA_API_KEY" in text
+    assert "proa launch claude demo --api-key $PROA_API_KEY " in text
     assert "--api-key" in welcome("http://127.0.0.1:8000", "demo", ServerOptions(host="0.0.0.0"))
+
+
+def test_welcome_names_the_protocols_and_agents() -> None:
+    text = welcome("http://127.0.0.1:9000", "demo", ServerOptions())
+    for line in (
+        "export OPENAI_BASE_URL=http://127.0.0.1:9000/v1 OPENAI_API_KEY=none",
+        "export ANTHROPIC_BASE_URL=http://127.0.0.1:9000 ANTHROPIC_API_KEY=none",
+        "export OLLAMA_HOST=http://127.0.0.1:9000",
+        "proa launch claude demo --port 9000    (or codex, opencode)",
+    ):
+        assert line in text
+    for word in ("/v1/messages", "/v1/responses", "Ollama", "tool calls", "proa launch"):
+        assert word in EPILOG
 
 
 @pytest.mark.parametrize("others_advance", [False, True])

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from answer_texts import WRITERS, Vocabulary, format_of, read
+from answer_texts import WRITERS, Vocabulary, Write, format_of, read
 from grammars import EOS, allowed, matcher, random_answer, text_of
+from proa.errors import RequestError
 from proa.parsers.calls import Tools
-from proa.parsers.forced import forced_call_grammar
-from proa.parsers.formats import CALLS, CallFormat
+from proa.parsers.choose import HARMONY
+from proa.parsers.forced import call_grammar
+from proa.parsers.formats import CALLS, HARMONY_CALLS, CallFormat
 from proa.types import Constraint
 
 WEATHER: dict[str, Any] = {
@@ -31,12 +33,26 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
-FORCED = [f for f in CALLS if f.written]
+FORCED = [*CALLS, HARMONY_CALLS]
 GOOD: dict[str, Any] = {"city": "Köln", "unit": "C", "days": 3, "places": [True]}
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# The form that is forced, where the format's own is another.
+OWN: dict[str, Write] = {
+    "llama3_json": lambda n, a: f'{{"name": "{n}", "parameters": {_json(a)}}}',
+    "gemma4": lambda n, a: f"<|tool_call>call:{n}{_json(a)}<tool_call|>",
+    "pythonic": lambda n, a: f"<|python_start|>[{n}(**{_json(a)})]<|python_end|>",
+    "lfm2": lambda n, a: f"<|tool_call_start|>[{n}(**{_json(a)})]<|tool_call_end|>",
+    HARMONY: lambda n, a: WRITERS[HARMONY][0](n, a).removesuffix("<|call|>"),
+}
+
+
 def grammar(calls: CallFormat, *names: str) -> Constraint:
-    found = forced_call_grammar(calls, TOOLS, names, only_one=True)
+    found = call_grammar(calls, TOOLS, names, only_one=True)
     assert found is not None
     return found
 
@@ -47,17 +63,15 @@ def accepts(constraint: Constraint, text: str) -> bool:
 
 
 def calls_in(name: str, text: str) -> tuple[tuple[str, str], ...]:
-    parser = format_of(name, "none", Vocabulary(())).parser(Tools.of(TOOLS), "", "", 0)
+    thinks = HARMONY if name == HARMONY else "none"
+    parser = format_of(name, thinks, Vocabulary(())).parser(Tools.of(TOOLS), "", "", 0)
     return read(parser.feed(text) + parser.finish("stop")).calls
 
 
 @pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
 def test_accepted_calls(calls: CallFormat) -> None:
     both = grammar(calls, "get_weather", "now")
-    is_own = {  # the form that is forced, of several that are read
-        "llama3_json": lambda n, a: f'{{"name": "{n}", "parameters": {json.dumps(a, ensure_ascii=False)}}}',
-    }
-    write = is_own.get(calls.name, WRITERS[calls.name][0])
+    write = OWN.get(calls.name, WRITERS[calls.name][0])
     assert accepts(both, write("get_weather", GOOD))
     assert accepts(both, write("get_weather", {"city": "", "unit": "F"}))
     assert not accepts(both, write("get_weather", {**GOOD, "days": 0}))
@@ -81,7 +95,35 @@ def test_random_answers_are_calls(calls: CallFormat, seed: int) -> None:
     assert set(json.loads(arguments)) >= {"city", "unit"}
 
 
+STRICT_TOOLS = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+IN_TEXT = [f for f in FORCED if f.trigger]
+
+
+@pytest.mark.parametrize("calls", IN_TEXT, ids=[f.name for f in IN_TEXT])
+def test_strict_calls_in_free_text(calls: CallFormat) -> None:
+    found = call_grammar(calls, STRICT_TOOLS, (), only_one=False)
+    assert found is not None
+    write = OWN.get(calls.name, WRITERS[calls.name][0])
+    text = "Let me see. "
+    good, bad = write("get_weather", GOOD), write("get_weather", {**GOOD, "days": 0})
+    assert accepts(found, "Just text.")
+    assert accepts(found, f"{text}{good} And {text}{good}")
+    assert not accepts(found, text + bad)
+    if not calls.parameter:
+        assert accepts(found, text + write("now", {"any": 1}))
+
+
+def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    found = call_grammar(CALLS[0], tools, ["get_weather", "odd"], only_one=True)
+    assert found is not None
+    with pytest.raises(RequestError, match=r"tools\[odd\]\.parameters\.properties\.a.*uniqueItems") as caught:
+        matcher(found)
+    assert caught.value.param == "tools[odd].parameters.properties.a.uniqueItems"
+
+
 def test_formats_without_a_grammar() -> None:
-    assert forced_call_grammar(None, TOOLS, ["now"], only_one=True) is None
-    unforced = {f.name for f in CALLS} - {f.name for f in FORCED}
-    assert unforced == {"gemma4", "pythonic", "lfm2"}
+    assert call_grammar(None, TOOLS, ["now"], only_one=True) is None
+    assert {f.name for f in FORCED if not f.written} == set()
+    assert {f.name for f in FORCED} - {f.name for f in IN_TEXT} == {"llama3_json", HARMONY}

@@ -21,7 +21,7 @@ from proa.grammar.checker import GrammarChecker
 from proa.grammar.compile import compiled
 from proa.grammar.store import GrammarStore
 from proa.grammar.trial import verdict
-from proa.types import Constraint, Sampling, SamplingParams, Tag, Tags
+from proa.types import Constraint, Sampling, SamplingParams, Tag, Tags, Thinking
 
 PERSON = {
     "type": "object",
@@ -152,18 +152,6 @@ def test_stop_tokens_come_only_at_the_end_and_are_forced_there() -> None:
     assert "leave no token" in stuck.fault
 
 
-def test_a_constraint_may_begin_after_a_text() -> None:
-    follower, tokens = matcher(Constraint.choice(["x"]), after="</think>"), spelt("any {text</thi")
-    free = allowed(follower.mask(tokens, 0))
-    assert EOS not in free
-    assert {ord("y"), ord("<"), MARK} <= set(free)
-    tokens += spelt("nk>")
-    assert allowed(follower.mask(tokens, 0)) == [ord("x")]
-    whole = matcher(Constraint.choice(["x"]), after="</think>")
-    marker = lexicon().tokens.index(b"</think>")
-    assert allowed(whole.mask([*spelt("hm"), marker, ord("x")], 0)) == [EOS], "several tokens since the last mask"
-
-
 def test_masks_depend_on_the_generated_tokens_alone() -> None:
     answer, prompt = spelt('{"name": "Ed", "age": 3}'), [5, 6, 7]
     kept = matcher(Constraint.json(PERSON))
@@ -217,16 +205,27 @@ def test_grammars_are_compiled_once_and_beside_the_caller() -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         store.compiling(Constraint.json(PERSON))
     store.learn(vocabulary(288))
-    first = store.compiling(Constraint.json(PERSON))
+    sampling = Sampling(max_tokens=9, eos_token_ids=(EOS,), constraint=Constraint.json(PERSON))
+    first = store.preparing(sampling)
+    assert first is not None
     assert store.compiling(Constraint.json(PERSON)) is first
-    sampling = Sampling(max_tokens=9, eos_token_ids=(EOS,))
-    one, two = (store.matcher(first.result(30), sampling) for _ in range(2))
+    first.result(30)
+    one, two = (store.follower(sampling, first) for _ in range(2))
     one.mask(spelt('{"name":"'), 0)
-    assert allowed(two.mask([], 0)) == allowed(matcher(Constraint.json(PERSON)).mask([], 0)), (
-        "each follows its own answer"
-    )
+    second = two.mask([], 0)
+    assert second is not None
+    assert allowed(second) == allowed(matcher(Constraint.json(PERSON)).mask([], 0)), "each follows its own answer"
     with pytest.raises(RequestError, match="unclosed"):
         store.compiling(Constraint.regex("(")).result(30)
+    thinking = Thinking(is_open=True, opening="<t>", end="</t>", budget=0, closing=(5, 6))
+    budget = msgspec.structs.replace(sampling, constraint=None, thinking=thinking)
+    known = store.preparing(budget)
+    assert known is not None
+    known.result(30)
+    only = store.follower(budget, known).mask([1, 2], 2)
+    assert only is not None
+    assert allowed(only) == [5]
+    assert store.preparing(Sampling(max_tokens=9)) is None
     store.close()
 
 
@@ -268,7 +267,7 @@ def test_constraints_cross_processes() -> None:
     made = pydantic.create_model("Made", x=(int, ...))
     constraint = Constraint.json(made)
     assert json.loads(constraint.text)["required"] == ["x"]
-    params = SamplingParams(constraint=constraint, constraint_after="</think>")
+    params = SamplingParams(constraint=constraint, thinking=Thinking(is_open=True, opening="<t>", end="</t>"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     with pytest.raises(RequestError, match="ignore_eos"):
         SamplingParams(constraint=constraint, ignore_eos=True)

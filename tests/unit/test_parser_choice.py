@@ -58,7 +58,9 @@ EXPECTED = {
     "moonshotai-Kimi-K2": ("kimi_k2", "none"),
     "openai-gpt-oss-120b": ("gpt_oss", "gpt_oss"),
     "poolside-Laguna-XS.2": ("glm47", "glm45"),
-    "unsloth-Apriel-1.5": ("hermes", "none"),
+    "Apriel-1.6-15b-Thinker-fixed": ("apriel", "none"),
+    "MiniMax-M1": ("apriel", "none"),
+    "unsloth-Apriel-1.5": ("apriel", "none"),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", "none"),
 }
 UNKNOWN = (
@@ -193,6 +195,35 @@ def test_messages_are_merged_only_where_the_template_refuses_them() -> None:
     never = ChatTemplate({"default": "{{ raise_exception('never') }}"}, SPECIAL)
     with pytest.raises(RequestError, match="never"):
         render(never.render, Chat(messages=TALK), None)
+
+
+def called(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"call{number}",
+        "type": "function",
+        "function": {"name": "wetter", "arguments": {"n": number}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "meta-llama-Llama-3.1-8B-Instruct"])
+def test_calls_in_a_form_that_the_template_refuses(name: str, published: dict[str, str]) -> None:
+    """gpt-oss' template takes no text beside reasoning and a call; Llama 3's takes one call a message."""
+    template = ChatTemplate({"default": published[name]}, SPECIAL)
+    calls = [called(1)] if "gpt-oss" in name else [called(1), called(2)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"result {call['id']}"} for call in calls]
+    answer = {"role": "assistant", "content": "One moment.", "reasoning_content": "I must ask.", "tool_calls": calls}
+    chat = Chat(messages=[{"role": "user", "content": "Wetter?"}, answer, *reversed(results)], tools=TOOLS)
+    with pytest.raises(RequestError):
+        template.render(chat)
+    rendered = render(template.render, chat, None)
+    assert rendered.is_merged
+    found = [rendered.text.index(text) for text in ("Wetter?", *(f"result {call['id']}" for call in calls))]
+    assert found == sorted(found)
+    if "gpt-oss" in name:
+        assert "analysis<|message|>I must ask.\n\nOne moment.<|end|>" in rendered.text
+    else:
+        assert rendered.text.count('{"name": "wetter"') == 2
 
 
 def test_tools_for_a_template_that_ignores_them() -> None:

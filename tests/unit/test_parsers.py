@@ -161,6 +161,39 @@ def test_without_tools_calls_are_text(name: str) -> None:
     assert "Zürich" in got.text
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_no_marker_leaks(name: str, as_tokens: bool, data: st.DataObject) -> None:
+    """For any well-formed answer: reasoning, then text and calls in any order, each in its place and whole."""
+    words = vocabulary(name, THINK_OF.get(name, "qwen3"), as_tokens=as_tokens)
+    thought = data.draw(st.sampled_from(["", "Hm, hm.", "Is 3 < 4?\nYes."]))
+    kinds = data.draw(st.lists(st.sampled_from(["text", "call"]), max_size=5))
+    if is_whole_message(name):  # text behind a call belongs to it
+        kinds.sort(key=lambda kind: kind == "call")
+    texts: list[str] = []
+    called: list[tuple[str, dict[str, Any]]] = []
+    parts: list[str] = []
+    for number, kind in enumerate(kinds):
+        if kind == "text":
+            texts.append(f"Text {number}: a < b > c.")
+            final = f"<|channel|>final<|message|>{texts[-1]}<|end|>"
+            parts.append(final if name == HARMONY else f"\n{texts[-1]}\n")
+        else:
+            called.append(data.draw(st.sampled_from(CALLS)))
+            parts.append(data.draw(st.sampled_from(WRITERS[name]))(*called[-1]))
+    if thought:
+        begin, end = THINKS.get(THINK_OF.get(name, "qwen3"), ("", ""))
+        parts.insert(0, f"<|channel|>analysis<|message|>{thought}<|end|>" if name == HARMONY else begin + thought + end)
+    raw = "<|start|>assistant".join(parts) if name == HARMONY else "".join(parts)
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    got = parse(name, words.split(raw), words, cuts=cuts)
+    assert [(n, json.loads(a)) for n, a in got.calls] == called
+    assert got.reasoning == thought
+    assert "".join(got.text.split()) == "".join("".join(texts).split())
+
+
 @st.composite
 def answers(draw: st.DrawFn, name: str) -> list[str]:
     """Pieces of delimiters, calls whole and cut, and numbered words."""

@@ -18,6 +18,9 @@ SUMMARY = "load a model and serve it over HTTP"
 EPILOG = """\
 The port opens as soon as the model's headers are read; /health reports the loading progress. Ctrl-C or SIGTERM lets
 running requests finish, then stops the server.
+Clients of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses), Anthropic (/v1/messages) and Ollama (/api)
+work unchanged, with tool calls, reasoning and structured output; docs/api.md has the fields of each.
+`proa launch claude` (codex, opencode) starts a coding agent on this server; docs/agents.md has the settings of others.
 See also: `proa models` lists model names; docs/options.md has every option and its default."""
 
 

@@ -14,11 +14,11 @@ from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.stats import Stats, StepSeconds, of_experts
 from proa.engine.turns import NoTurns, PrefillTurns
 from proa.errors import RequestError
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED
 from proa.native.pool import Pool
-from proa.types import EngineRequest, TokenEvent, TokenLogprob
+from proa.types import EngineRequest, Progress, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: EngineRequest, matcher: Matcher | None = None) -> None:
-        """Queue a sequence. matcher: of its constraint, if it has one. Raises RequestError for ids outside the
-        vocabulary, and what Scheduler.submit raises."""
+    def submit(self, request: EngineRequest, matcher: Follower | None = None) -> None:
+        """Queue a sequence. matcher: of its constraint or budget, if it has one. Raises RequestError for ids outside
+        the vocabulary, and what Scheduler.submit raises."""
         named = (*request.tokens, *request.sampling.logit_bias, *request.sampling.stop_token_ids)
         if outside := [t for t in named if not 0 <= t < self.vocab]:
             raise RequestError(
@@ -58,7 +58,7 @@ class Engine:
             raise RequestError(
                 "min_tokens forbids every token: all tokens are eos or stop tokens.", "Name fewer stop tokens."
             )
-        if matcher is not None and not ends:
+        if request.sampling.constraint is not None and not ends:
             raise RequestError(
                 "The answer could not end: the model has no end-of-text token.",
                 "Send stop_token_ids with the constraint.",
@@ -122,6 +122,7 @@ class Engine:
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(plan, output)
         failed = [self._fail(*fault) for fault in sorted(output.faults.items())] if output.faults else []
+        failed += self._progress(plan)
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
         if output.logprobs or self._prompt_logprobs:
             events = [self._with_logprobs(event, output) for event in events]
@@ -151,6 +152,14 @@ class Engine:
             return event
         own = logprobs[: len(event.tokens)] if logprobs is not None else None
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
+
+    def _progress(self, plan: StepPlan) -> list[TokenEvent]:
+        """Report the prefill chunks of requests that asked for it."""
+        return [
+            TokenEvent(id=r.id, progress=Progress(item.start + item.num_tokens, r.num_cached or 0))
+            for item in plan.items
+            if (r := item.request).sampling.return_progress and not item.samples and self.scheduler.counts(item)
+        ]
 
     def _fail(self, request_id: str, why: str) -> TokenEvent:
         """End a request whose values were NaN or infinite with an error event and no token."""

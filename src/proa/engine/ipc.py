@@ -14,7 +14,7 @@ from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 4  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 5  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

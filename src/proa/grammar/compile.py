@@ -13,12 +13,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from proa.errors import RequestError
 from proa.grammar.translate import children, read_schema, to_grammar
-from proa.types import Constraint
+from proa.types import Constraint, Tags
 
 LIMITS = LLParserLimits(verbose_errors=False)
 SEARCH_S = 1.0  # longest search for the part of a schema that is at fault
@@ -32,6 +33,9 @@ def compiled(constraint: Constraint, tree: LLTokenizer, special: Mapping[str, in
     why, place = parser.get_error(), constraint.param
     if constraint.kind == "json":
         place = ".".join((place, *_place(read_schema(constraint), why)))
+    elif constraint.kind == "tags":
+        for tag in msgspec.json.decode(constraint.text, type=Tags).tags:
+            compiled(tag.content, tree, special)  # raises if the fault is in this one
     raise RequestError(f"{place}: {_told(why)}.", "Remove or change it.", param=place)
 
 

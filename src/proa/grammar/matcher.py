@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from proa.grammar.vocabulary import Lexicon
+from proa.grammar.vocabulary import Lexicon, bits_of
+
+
+class Follower(Protocol):
+    """Follows one answer, and tells the tokens that may come next."""
+
+    @property
+    def fault(self) -> str:
+        """Why the answer cannot go on, "" while it can; the request must then end with this error."""
+
+    def mask(self, tokens: Sequence[int], num_prompt: int) -> NDArray[np.int32] | None:
+        """Return the allowed tokens after `tokens`, a prompt and its answer so far, as bits: token t is bit t % 32 of
+        word t // 32. int32 [vocab // 32 + 1]; valid until the next call. None: all tokens."""
 
 
 class Matcher:
-    """Follows the answer of one request through its grammar. Its state depends on the generated tokens only, which a
-    preemption keeps.
+    """Follows an answer through its grammar. Its state depends on the generated tokens only, which a preemption keeps.
 
     Stop tokens are allowed where the grammar is complete and `min_tokens` are reached, or where nothing else is
-    possible. Before the text `after` has been generated all tokens but these are allowed.
-    `fault`: why the grammar cannot go on, "" while it can; the request must then end with this error.
+    possible.
     """
 
-    def __init__(
-        self, parser: LLMatcher, lexicon: Lexicon, stops: Collection[int], after: str = "", min_tokens: int = 0
-    ) -> None:
+    def __init__(self, parser: LLMatcher, lexicon: Lexicon, stops: Collection[int], min_tokens: int = 0) -> None:
         """parser: at its start, and of this request alone. stops: its eos and stop token ids, one at least."""
-        self._parser, self._lexicon, self._min_tokens = parser, lexicon, min_tokens
-        self._after = after.encode()
-        self._tail: bytes | None = b"" if after else None  # end of the text before `after`; None: `after` has come
-        self._stops = _bits(stops, lexicon.num_words)
-        self._free = _bits((i for i, token in enumerate(lexicon.tokens) if token), lexicon.num_words) & ~self._stops
-        self._end = _bits((lexicon.end,), lexicon.num_words)
+        self._parser, self._min_tokens = parser, min_tokens
+        self._stops = bits_of(stops, lexicon.num_words)
+        self._end = bits_of((lexicon.end,), lexicon.num_words)
         self._mask = np.zeros(lexicon.num_words, np.int32)
         self._num_read = -1  # generated tokens that the mask follows
         self._num_followed = 0
         self.fault = ""
 
     def mask(self, tokens: Sequence[int], num_prompt: int) -> NDArray[np.int32]:
-        """Return the allowed tokens after `tokens`, a prompt and its answer so far, as bits: token t is bit t % 32 of
-        word t // 32. int32 [vocab // 32 + 1]; valid until the next call."""
+        """See Follower.mask."""
         num_output = len(tokens) - num_prompt
         if num_output != self._num_read:
             for token in tokens[num_prompt + self._num_followed :]:
-                self._follow(token)
+                if not self.fault and not self._parser.consume_token(token):
+                    self.fault = f"The constraint's grammar failed at token {token}: {_first_line(self._parser)}."
             self._num_followed = self._num_read = num_output
             self._fill(num_output)
         return self._mask
 
-    def _follow(self, token: int) -> None:
-        if self._tail is None:
-            if not self.fault and not self._parser.consume_token(token):
-                self.fault = f"The constraint's grammar failed at token {token}: {_first_line(self._parser)}."
-            return
-        text = self._tail + self._lexicon.tokens[token]
-        self._tail = None if self._after in text else text[-len(self._after) :]
-
     def _fill(self, num_output: int) -> None:
         mask = self._mask
-        if self._tail is not None:
-            mask[:] = self._free
-            return
         if not self.fault:
             self._parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self._parser.is_error():
@@ -74,12 +69,6 @@ class Matcher:
         elif not goes_on:
             self.fault = "The constraint and the stop tokens leave no token to continue with."
             mask[:] = self._stops
-
-
-def _bits(tokens: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    flags = np.zeros(32 * num_words, np.uint8)
-    flags[np.fromiter(tokens, np.int64)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 def _first_line(parser: LLMatcher) -> str:

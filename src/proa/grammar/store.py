@@ -6,11 +6,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from llguidance import LLMatcher
 
 from proa.grammar.compile import compiled, follow
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower, Matcher
+from proa.grammar.thinking import ThinkingMatcher
 from proa.grammar.vocabulary import Lexicon, Vocabulary
 from proa.types import Constraint, Sampling
 
@@ -47,11 +49,25 @@ class GrammarStore:
         self._grammars.move_to_end(constraint)
         return grammar
 
-    def matcher(self, grammar: LLMatcher, sampling: Sampling) -> Matcher:
-        """Make the matcher of one request from its compiled grammar."""
+    def preparing(self, sampling: Sampling) -> Future[Any] | None:
+        """Start what a request's follower needs; None if the request has neither a constraint nor a budget. The future
+        may raise RequestError."""
+        if sampling.constraint is not None:
+            return self.compiling(sampling.constraint)
+        return None if sampling.thinking is None else self._known()
+
+    def follower(self, sampling: Sampling, prepared: Future[Any]) -> Follower:
+        """Make the follower of one request. prepared: from `preparing`, done. Raises what it raises."""
+        lexicon = self._known().result()
         stops = {*sampling.eos_token_ids, *sampling.stop_token_ids}
-        after, min_tokens = sampling.constraint_after, sampling.min_tokens
-        return Matcher(grammar.deep_copy(), self._known().result(), stops, after, min_tokens)
+        inner = None
+        if sampling.constraint is not None:
+            inner = Matcher(prepared.result().deep_copy(), lexicon, stops, sampling.min_tokens)
+        if sampling.thinking is not None:
+            return ThinkingMatcher(sampling.thinking, lexicon, stops, sampling.min_tokens, inner)
+        if inner is None:
+            raise ValueError("a request without a constraint and a budget has no follower")
+        return inner
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

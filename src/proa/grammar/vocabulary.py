@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import msgspec
+import numpy as np
 import tokenizers
 from llguidance import LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
@@ -30,9 +32,24 @@ class Lexicon:
         self.tokens, self.end = vocabulary.tokens, len(vocabulary.tokens)
         self.num_words = self.end // 32 + 1  # int32 words of a mask with a bit for each token and for `end`
         self.special = {self.tokens[token].decode("utf-8", "replace"): token for token in vocabulary.special}
+        self.existing = bits_of((i for i, token in enumerate(self.tokens) if token), self.num_words)
+        self._spelt: dict[bytes, list[int]] = {}
         adapter = _Adapter(vocabulary)
         self.tree = LLTokenizer(adapter, eos_token=self.end)
         adapter.by_longest = self.tree.greedy_tokenize
+
+    def spelt(self, text: bytes) -> list[int]:
+        """Return the tokens whose bytes are these."""
+        if text not in self._spelt:
+            self._spelt[text] = [i for i, token in enumerate(self.tokens) if token == text]
+        return self._spelt[text]
+
+
+def bits_of(tokens: Iterable[int], num_words: int) -> NDArray[np.int32]:
+    """Return a mask with the bits of these tokens: token t is bit t % 32 of word t // 32."""
+    flags = np.zeros(32 * num_words, np.uint8)
+    flags[np.fromiter(tokens, np.int64)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 class _Adapter(TokenizerWrapper):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from proa.errors import UsageError
 from proa.parsers import harmony
@@ -14,6 +14,8 @@ from proa.parsers.formats import (
     CALL_ALIASES,
     CALLS,
     HARMONY,
+    HARMONY_CALLS,
+    HARMONY_REASONING,
     NONE,
     REASONING,
     REASONING_ALIASES,
@@ -45,6 +47,7 @@ _CALLS_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nemotron", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("apriel", ("<tool_calls>", '"name"')),
     ("hermes", ("<tool_call>", '"name"')),
     ("llama3_json", ("<|start_header_id|>ipython<|end_header_id|>", '"parameters"')),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
@@ -65,16 +68,27 @@ class Model:
     model_type: str = ""
 
 
+# Where an answer begins: inside reasoning, after it or without it, or where it may still begin.
+Place = Literal["inside", "after", "before"]
+
+
 class AnswerFormat(Protocol):
     """How one model's answers are read."""
 
     @property
     def calls(self) -> CallFormat | None:
-        """The format of calls; None for gpt-oss' and where calls stay text."""
+        """The format of calls, as far as a grammar must know it; None where calls stay text."""
 
     @property
-    def reasoning_end(self) -> str:
-        """The text that ends reasoning; empty if there is none."""
+    def reasoning(self) -> ReasoningFormat | None:
+        """The format of reasoning; None if it stays text."""
+
+    @property
+    def text_opening(self) -> str:
+        """What the model writes before visible text; empty in most formats."""
+
+    def place(self, prompt: str, begun: str) -> Place:
+        """Return where the answer to a prompt stands. prompt, begun: as for `parser`."""
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         """Make the parser of one choice. tools: None if calls stay text; prompt: the rendered prompt; begun: the text
@@ -84,10 +98,11 @@ class AnswerFormat(Protocol):
 class TaggedFormat:
     """Delimiters of calls and of reasoning, each possibly none."""
 
+    text_opening = ""
+
     def __init__(self, calls: CallFormat | None, reasoning: ReasoningFormat | None, added: Mapping[int, str]) -> None:
-        self.calls = calls
-        self._reasoning = reasoning
-        self.reasoning_end = "" if reasoning is None else reasoning.close
+        self.calls: CallFormat | None = calls
+        self.reasoning: ReasoningFormat | None = reasoning
         think = () if reasoning is None else (reasoning.open, reasoning.close)
         self._anchors = anchors((*think, *(() if calls is None else calls.markers)), added.values())
         self._kept = {
@@ -96,26 +111,40 @@ class TaggedFormat:
         }
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
-        opened = self._reasoning is not None and _is_open(self._reasoning, prompt, begun)
+        opened = self.place(prompt, begun) == "inside"
         context = Context(tools, opened, calls_before, self._kept[tools is not None])
-        return TaggedAnswer(self.calls, self._reasoning, self._anchors, context)
+        return TaggedAnswer(self.calls, self.reasoning, self._anchors, context)
+
+    def place(self, prompt: str, begun: str) -> Place:
+        if self.reasoning is None:
+            return "after"
+        if _is_open(self.reasoning, prompt, begun):
+            return "inside"
+        return "after" if begun.strip() or prompt.rstrip().endswith(self.reasoning.close) else "before"
 
 
 class HarmonyFormat:
     """gpt-oss' channels."""
 
-    calls = None
-    reasoning_end = "<|end|>"
+    calls: CallFormat | None = HARMONY_CALLS
+    reasoning: ReasoningFormat | None = HARMONY_REASONING
+    text_opening = "<|channel|>final<|message|>"
 
     def __init__(self, added: Mapping[int, str]) -> None:
         self._anchors: Anchors = anchors(harmony.MARKERS, added.values())
         self._kept = _kept(added, harmony.MARKERS)
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
+        place = self.place(prompt, begun)
+        context = Context(tools, place == "inside", calls_before, self._kept)
+        return HarmonyAnswer(self._anchors, context, in_message=place != "before")
+
+    def place(self, prompt: str, begun: str) -> Place:
         header, message, _ = prompt[prompt.rfind(harmony.START) :].rpartition(harmony.MESSAGE)
         in_message = bool(message) and not any(end in prompt[prompt.rfind(harmony.MESSAGE) :] for end in harmony.ENDS)
-        opened = in_message and "analysis" in header.rpartition(harmony.CHANNEL)[2]
-        return HarmonyAnswer(self._anchors, Context(tools, opened, calls_before, self._kept), in_message=in_message)
+        if not in_message:
+            return "before"
+        return "inside" if "analysis" in header.rpartition(harmony.CHANNEL)[2] else "after"
 
 
 def _kept(added: Mapping[int, str], markers: Collection[str]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Calls that a request demands: the text that an answer must then have, for a grammar."""
+"""Grammars of answers with calls: of calls that a request forces, and of calls whose schemas are strict."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from proa.parsers.typed import is_text
 from proa.types import Constraint, Tag, Tags
 
 
-def forced_call_grammar(
-    calls: CallFormat | None, tools: Sequence[dict[str, Any]], names: Sequence[str], *, only_one: bool
+def call_grammar(
+    calls: CallFormat | None, tools: Sequence[dict[str, Any]], forced: Sequence[str], *, only_one: bool
 ) -> Constraint | None:
-    """Demand one or more calls of the functions `names`, with arguments that their schemas accept; only_one: exactly
-    one. None for a format that has no grammar."""
+    """Constrain the calls of an answer to what the functions' schemas accept.
+
+    forced: the answer is one or more calls of these functions. If empty, calls of any function may stand in free text;
+    a function without `strict` then takes any object, if the format's arguments are JSON. only_one: at most one call.
+    Returns None for a format without a grammar.
+    """
     if calls is None or not calls.written:
         return None
-    functions = {tool["function"].get("name"): tool["function"] for tool in tools}
+    functions = {str(tool["function"].get("name")): tool["function"] for tool in tools}
     tags = []
-    for name in names:
+    for name in forced or functions:
         begin, _, end = calls.written.replace("NAME", name).partition("ARGUMENTS")
+        is_free = not forced and functions[name].get("strict") is not True
         schema = functions[name].get("parameters") or {"type": "object"}
         if calls.parameter:
-            content = Constraint.grammar(_parameters(calls.parameter, schema), param="tools")
+            content = Constraint.grammar(_parameters(calls.parameter, schema), param=f"tools[{name}].parameters")
         else:
-            content = Constraint.json(schema, param="tools")
+            content = Constraint.json({"type": "object"} if is_free else schema, param=f"tools[{name}].parameters")
         tags.append(Tag(begin, content, end))
-    return Constraint.tags(Tags(tags=tuple(tags), separator="\n", at_most=1 if only_one else None), param="tool_choice")
+    at_most = 1 if only_one or calls.ends_answer else None
+    if forced:
+        return Constraint.tags(Tags(tags=tuple(tags), separator="\n", at_most=at_most), param="tool_choice")
+    if not calls.trigger:
+        return None
+    found = Tags(tags=tuple(tags), triggers=(calls.trigger,), at_least=0, at_most=at_most)
+    return Constraint.tags(found, param="tools")
 
 
 def _parameters(written: str, schema: Schema) -> str:

@@ -57,7 +57,7 @@ class CallFormat:
     """How a family writes calls.
 
     sections: delimiters around one or more calls. only_in_sections: outside of them `pairs` are text. parts: tokens
-    inside calls whose text is needed to read them.
+    inside calls whose text is needed to read them. ends_answer: an answer ends with its first call.
     """
 
     name: str
@@ -68,11 +68,22 @@ class CallFormat:
     make_id: MakeId = openai_id
     written: str = ""  # a call of NAME with ARGUMENTS; empty if no grammar describes it
     parameter: str = ""  # one of ARGUMENTS: KEY with VALUE, STRING: whether it is a string; empty if they are JSON
+    ends_answer: bool = False
 
     @property
     def json_written(self) -> str:
         """`written` if its arguments are JSON, else empty."""
         return "" if self.parameter else self.written
+
+    @property
+    def trigger(self) -> str:
+        """The delimiter that begins `written`; empty if free text can begin alike."""
+        return next((marker for marker in self.markers if self.written.startswith(marker)), "")
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The delimiters that begin a call anywhere in an answer."""
+        return (*(p.open for p in self.pairs if not p.opens_answer), *(begin for begin, _ in self.sections))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -83,12 +94,19 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family delimits reasoning. in_answer: reasoning stays in the visible text, with its delimiters."""
+    """How a family delimits reasoning. in_answer: reasoning stays in the visible text, with its delimiters. last_words:
+    what the model writes when its budget is spent, up to the end of the reasoning; empty: a newline and `close`."""
 
     name: str
     open: str = "<think>"
     close: str = "</think>"
     in_answer: bool = False
+    last_words: str = ""
+
+    @property
+    def closing(self) -> str:
+        """The text that ends reasoning whose budget is spent."""
+        return self.last_words or f"\n{self.close}"
 
 
 _WRITTEN = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
@@ -180,11 +198,21 @@ CALLS: tuple[CallFormat, ...] = (
         make_id=mistral_id,
         written="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
     ),
-    CallFormat("gemma4", (Pair("<|tool_call>", ("<tool_call|>",), read_gemma),), parts=(GEMMA_QUOTE,)),
+    CallFormat(
+        "gemma4",
+        (Pair("<|tool_call>", ("<tool_call|>",), read_gemma),),
+        parts=(GEMMA_QUOTE,),
+        written="<|tool_call>call:NAMEARGUMENTS<tool_call|>",  # read_gemma takes JSON too
+    ),
     CallFormat(
         "nemotron",
         (Pair("<TOOLCALL>", ("</TOOLCALL>",), read_json, _OBJECT),),
         written='<TOOLCALL>[{"name": "NAME", "arguments": ARGUMENTS}]</TOOLCALL>',
+    ),
+    CallFormat(
+        "apriel",  # MiniMax-M1 too; Apriel's template names both delimiters
+        (Pair("<tool_calls>", ("</tool_calls>",), read_json, _OBJECT), *_TAGGED_JSON),
+        written='<tool_calls>[{"name": "NAME", "arguments": ARGUMENTS}]</tool_calls>',
     ),
     CallFormat(
         "pythonic",
@@ -192,26 +220,52 @@ CALLS: tuple[CallFormat, ...] = (
             Pair("<|python_start|>", ("<|python_end|>",), read_pythonic),
             Pair("[", (), read_pythonic, lambda head: _PYTHON_HEAD.fullmatch(head) is not None, opens_answer=True),
         ),
+        written="<|python_start|>[NAME(**ARGUMENTS)]<|python_end|>",
     ),
-    CallFormat("lfm2", (Pair("<|tool_call_start|>", ("<|tool_call_end|>",), read_pythonic),)),
+    CallFormat(
+        "lfm2",
+        (Pair("<|tool_call_start|>", ("<|tool_call_end|>",), read_pythonic),),
+        written="<|tool_call_start|>[NAME(**ARGUMENTS)]<|tool_call_end|>",
+    ),
+)
+HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
+# What a grammar must know of gpt-oss' calls, which harmony.py reads. The end token stands for <|call|>.
+HARMONY_CALLS = CallFormat(
+    HARMONY,
+    (),
+    written="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+    ends_answer=True,
 )
 
+# The text with which Qwen3's report ends reasoning at a budget (arXiv 2505.09388).
+_QWEN3_LAST_WORDS = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+    "</think>\n\n"
+)
 REASONING: tuple[ReasoningFormat, ...] = (
-    *(ReasoningFormat(name) for name in ("qwen3", "deepseek_r1", "glm45", "kimi_k2", "minimax_m2", "step3p5")),
+    ReasoningFormat("qwen3", last_words=_QWEN3_LAST_WORDS),
+    *(ReasoningFormat(name) for name in ("deepseek_r1", "glm45", "kimi_k2", "minimax_m2", "step3p5")),
     ReasoningFormat("minimax_m2_append_think", in_answer=True),
     ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
     ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
 )
+HARMONY_REASONING = ReasoningFormat(HARMONY, "<|channel|>analysis<|message|>", "<|end|>", last_words="<|end|>")
 
-HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
 NONE = "none"
 
 CALL_ALIASES = {
     **{"qwen3": "hermes", "qwen25": "hermes", "qwen": "hermes", "longcat": "hermes"},
     **{"qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "nano_v3": "qwen3_coder", "seed_oss": "qwen3_coder"},
-    **{"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "step3": "step3p5", "openai": HARMONY},
+    **{
+        "minimax_m1": "apriel",
+        "glm": "glm45",
+        "kimi": "kimi_k2",
+        "minimax": "minimax_m2",
+        "step3": "step3p5",
+        "openai": HARMONY,
+    },
     **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
     **{"deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "llama3": "llama3_json", "llama4": "pythonic"},
     **{"llama4_pythonic": "pythonic", "harmony": HARMONY, "nemotron_v2": "nemotron", "nano_v2": "nemotron"},

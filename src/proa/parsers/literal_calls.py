@@ -7,17 +7,25 @@ import json
 import re
 from typing import Any
 
-from proa.parsers.calls import Call, Incomplete, Malformed, Tools
+from proa.parsers.calls import Call, Incomplete, Malformed, Tools, load_json_object
+from proa.parsers.json_calls import ends_in_string
 
 GEMMA_QUOTE = '<|"|>'
 _NAMED = {"true": True, "false": False, "null": None}
 _GEMMA_CALL = re.compile(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
+_JSON_CALL = re.compile(r"\s*\[?\s*([A-Za-z_][\w.-]*)\(\*\*(\{.*\})\)\s*\]?\s*", re.DOTALL)
 _WORD = re.compile(r"[^,:{}\[\]\s]+")
 _DEPTH = 64
 
 
 def read_pythonic(body: str, tools: Tools) -> list[Call]:
-    """Read [f(a=1, b="x"), g()]: keyword arguments that are literals (Llama 4, LFM2)."""
+    """Read [f(a=1, b="x"), g()]: keyword arguments that are literals (Llama 4, LFM2). Or [f(**{"a": 1})], with JSON:
+    the form of forced calls."""
+    if match := _JSON_CALL.fullmatch(body):
+        try:
+            return [Call(match[1], load_json_object(match[2]))]
+        except Malformed:
+            pass
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -57,10 +65,16 @@ def _literal(node: ast.expr) -> Any:
 
 
 def read_gemma(body: str, tools: Tools) -> list[Call]:
-    """Read call:NAME{key:<|"|>text<|"|>,other:[1,true]}: keys without quotes, strings between quote tokens (Gemma)."""
+    """Read call:NAME{key:<|"|>text<|"|>,other:[1,true]}: keys without quotes, strings between quote tokens (Gemma). Or
+    JSON arguments, the form of forced calls."""
     match = _GEMMA_CALL.fullmatch(body)
     if match is None:
-        raise (Incomplete if body.count(GEMMA_QUOTE) % 2 else Malformed)("no call")
+        is_cut = body.count(GEMMA_QUOTE) % 2 or ends_in_string(body)
+        raise (Incomplete if is_cut else Malformed)("no call")
+    try:
+        return [Call(match[1], load_json_object(match[2]))]
+    except Malformed:
+        pass
     reader = _GemmaReader(match[2])
     return [Call(match[1], reader.whole_object())]
 

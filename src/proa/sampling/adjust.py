@@ -27,13 +27,14 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             scores[token] += bias
         if row.delays_end:
             scores[[*row.sampling.eos_token_ids, *row.sampling.stop_token_ids]] = -torch.inf
-        if row.matcher is not None:
-            _forbid(scores, row.matcher.mask(row.tokens, row.num_prompt))
+        mask = None if row.matcher is None else row.matcher.mask(row.tokens, row.num_prompt)
+        if mask is not None:
+            _forbid(scores, mask)
     return out
 
 
 def _forbid(scores: Tensor, mask: NDArray[np.int32]) -> None:
-    """Set the scores of all tokens outside the mask (see Matcher.mask) to -inf, in place."""
+    """Set the scores of all tokens outside the mask (see Follower.mask) to -inf, in place."""
     allowed = np.unpackbits(mask.view(np.uint8), count=len(scores), bitorder="little")
     scores.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
 

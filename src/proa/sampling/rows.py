@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower
 from proa.types import Sampling
 
 
@@ -16,14 +16,15 @@ class Row(msgspec.Struct):
     """The sequence that a row of logits belongs to.
 
     `tokens`: prompt and answer so far; the list grows with the sequence, so that a Row may be kept from step to step.
-    `matcher`: which tokens a constraint allows. `edits`: penalties or logit_bias change logits at every position.
+    `matcher`: which tokens a constraint or a budget allows. `edits`: penalties or logit_bias change logits at every
+    position.
     """
 
     sampling: Sampling
     tokens: Sequence[int]
     num_prompt: int
     request: str = ""  # the request's id, constant over steps
-    matcher: Matcher | None = None
+    matcher: Follower | None = None
     edits: bool = False  # computed by __post_init__
 
     def __post_init__(self) -> None:
@@ -68,7 +69,8 @@ class Row(msgspec.Struct):
         """True if the row takes the argmax `token` of the unmodified logits: greedy, and the constraint allows it."""
         if self.takes_argmax or self.matcher is None or self.is_adjusted or self.sampling.temperature > 0.0:
             return self.takes_argmax
-        return bool(self.matcher.mask(self.tokens, self.num_prompt)[token // 32] >> (token % 32) & 1)
+        mask = self.matcher.mask(self.tokens, self.num_prompt)
+        return mask is None or bool(mask[token // 32] >> (token % 32) & 1)
 
     def uniform(self) -> float:
         """Return the random number in [0, 1) for the next token. It depends only on the seed and the position in the

@@ -17,11 +17,11 @@ from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.parsers.events import AnswerParser, ChoiceParser, Parsed, PlainText
-from proa.server.replies import Usage
+from proa.server.replies import PromptProgress, Usage
 from proa.server.service import RequestRecord
 from proa.text.answer import numerics_error
 from proa.text.merge import merge
-from proa.types import Chunk, FinishReason, SamplingParams
+from proa.types import Chunk, FinishReason, Progress, SamplingParams
 
 
 class ReplyWriter(Protocol):
@@ -52,6 +52,7 @@ class Job:
     parser: Callable[[], AnswerParser] = PlainText  # called once per choice, and once for its `kept`
     one_call: bool = False  # an answer ends with its first tool call
     headers: Mapping[str, str] = field(default_factory=dict)  # of the response
+    progress_object: Callable[[PromptProgress], Any] | None = None  # called only if the parameters ask for progress
     is_prompt_only: bool = False  # max_tokens 0: the engine generates one token, which is discarded
 
 
@@ -72,6 +73,10 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
         async for prompt_index, chunk in chunks:
             if (prompt_index, chunk.index) in ended:
                 continue
+            if chunk.progress is not None:
+                if job.progress_object is not None:
+                    yield job.progress_object(_prompt_progress(usage, record, chunk.progress))
+                continue
             _refuse_cut_off(chunk)
             if job.is_prompt_only:
                 chunk = _without_token(chunk)
@@ -88,6 +93,11 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
     if job.ends_with_usage:
         for written in job.writer.last_objects(usage):
             yield written
+
+
+def _prompt_progress(usage: Usage, record: RequestRecord, progress: Progress) -> PromptProgress:
+    time_ms = int(1000 * (time.monotonic() - record.started_s))
+    return PromptProgress(usage.prompt_tokens, progress.cached, progress.computed, time_ms)
 
 
 def _count(usage: Usage, record: RequestRecord, chunk: Chunk, parsed: Parsed) -> None:

@@ -13,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
-from proa.server.anthropic_prompt import as_chat
+from proa.server.anthropic_prompt import as_chat, offered
 from proa.server.anthropic_replies import (
     AnyBlock,
     ContentBlockDelta,
@@ -35,7 +35,8 @@ from proa.server.anthropic_replies import (
     Usage,
 )
 from proa.server.anthropic_schema import MessagesRequest
-from proa.server.prompts import fitted, prompt_of
+from proa.server.prompts import fitted, prompt_of, with_reasoning
+from proa.server.tools import with_calls
 from proa.types import Chunk, SamplingParams
 
 
@@ -51,6 +52,11 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
     )
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
+    choice = request.tool_choice
+    one_call = choice is not None and choice.disable_parallel_tool_use
+    only_one = one_call or (choice is not None and choice.type == "tool")
+    params = with_calls(llm, offered(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params, request.thinking_budget)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
@@ -59,7 +65,7 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         continuous_usage=False,
         ends_with_usage=True,
         parser=partial(llm.answer_parser, chat, prompt.tokens),
-        one_call=request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use,
+        one_call=one_call,
         headers=prompt.headers,
         writer=MessagesReplyWriter(answer_id, model_name),
     )

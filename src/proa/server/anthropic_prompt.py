@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from proa.server.anthropic_blocks import ThinkingBlock, ToolResultBlock, ToolUseBlock
-from proa.server.anthropic_schema import CountTokensRequest, Thinking, ToolChoice
-from proa.server.prompts import read_tools
+from proa.server.anthropic_schema import CountTokensRequest, Thinking, Tool, ToolChoice
+from proa.server.tools import Offer, offer_tools
 from proa.types import Chat
 
 _NO_TEXT = ("thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -19,8 +19,7 @@ _NO_TEXT = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 def as_chat(request: CountTokensRequest) -> Chat:
     """Convert to the chat template's form: the system prompt comes first, adjacent messages of one role are merged
-    (as Anthropic does), and a final assistant message is continued. Raises ApiError for a tool_choice that forces a
-    call."""
+    (as Anthropic does), and a final assistant message is continued. Raises ApiError 400."""
     turns: list[tuple[str, Any]] = [("system", block) for block in request.system]
     turns += [(turn.role, block) for turn in request.messages for block in turn.content]
     names = {block.id: block.name for _, block in turns if isinstance(block, ToolUseBlock)}
@@ -31,7 +30,7 @@ def as_chat(request: CountTokensRequest) -> Chat:
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return Chat(
         messages=messages,
-        tools=_tools(request),
+        tools=offered(request).tools,
         template_kwargs=_switches(request.thinking),
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -74,17 +73,16 @@ def _content(texts: list[str]) -> str | list[dict[str, str]]:
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-def _tools(request: CountTokensRequest) -> list[dict[str, Any]] | None:
-    """Return the client's tools; Anthropic's own, which its servers run, are left out."""
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
-        }
-        for tool in request.tools
-        if tool.is_custom
-    ]
-    return read_tools(tools, _choice(request.tool_choice))
+def offered(request: CountTokensRequest) -> Offer:
+    """Return the client's tools, and which are forced; Anthropic's own, which its servers run, are left out. Raises
+    ApiError 400."""
+    tools = [{"type": "function", "function": _function(tool)} for tool in request.tools if tool.is_custom]
+    return offer_tools(tools, _choice(request.tool_choice))
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {**function, "strict": True} if tool.strict else function
 
 
 def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:

@@ -113,8 +113,9 @@ class CountTokensRequest(ApiRequest):
     def unused_options(self) -> list[str]:
         """Known fields that have no effect."""
         unused = [f"tools[{i}]" for i, tool in enumerate(self.tools) if not tool.is_custom]
+        has_budget = self.thinking is not None and self.thinking.type == "enabled"
         names = {
-            "thinking": (self.thinking, ("budget_tokens", "display")),
+            "thinking": (self.thinking, ("display",) if has_budget else ("budget_tokens", "display")),
             "output_config": (self.output_config, ("effort", "task_budget")),
         }
         for path, (part, fields) in names.items():
@@ -142,6 +143,8 @@ class CountTokensRequest(ApiRequest):
 class MessagesRequest(GeneratingRequest, CountTokensRequest):
     """POST /v1/messages."""
 
+    budget_field = "thinking.budget_tokens"
+
     max_tokens: int
     stop_sequences: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)
@@ -149,6 +152,11 @@ class MessagesRequest(GeneratingRequest, CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None: any number."""
+        return self.thinking.budget_tokens if self.thinking is not None and self.thinking.type == "enabled" else None
 
     @property
     def constraint(self) -> Constraint | None:

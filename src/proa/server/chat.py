@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import msgspec
 from msgspec import UNSET
 
 from proa.errors import RequestError
@@ -14,7 +13,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import Offer, fitted, forcing, offer_tools, prompt_of, read_messages, refuse_too_many
+from proa.server.prompts import fitted, prompt_of, read_messages, refuse_too_many, with_reasoning
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -26,11 +25,13 @@ from proa.server.replies import (
     Function,
     FunctionDelta,
     Message,
+    PromptProgress,
     ToolCallDelta,
     Usage,
 )
 from proa.server.replies import ToolCall as WrittenCall
 from proa.server.schema import ChatRequest
+from proa.server.tools import Offer, offer_tools, with_calls
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, Chunk, SamplingParams
 
@@ -42,14 +43,10 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
     only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-    forced = forcing(llm, chat, prompt.tokens, _offer(request), only_one=only_one)
-    if forced and params.constraint is not None:
-        raise RequestError(
-            f"tool_choice forces a call, but {params.constraint.param} demands another form of answer.",
-            "Send only one of them.",
-            param="tool_choice",
-        )
-    params = fitted(llm, prompt.tokens, msgspec.structs.replace(params, **forced))
+    params = with_calls(llm, _offer(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params, request.thinking_budget)
+    params = fitted(llm, prompt.tokens, params)
+    writer = ChatReplyWriter(llm.tokenizer, request, answer_id, model_name)
     return Job(
         prompts=[prompt.tokens],
         params=params,
@@ -60,7 +57,8 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
         parser=partial(llm.answer_parser, chat, prompt.tokens),
         one_call=request.parallel_tool_calls is False or request.functions is not None,
         headers=prompt.headers,
-        writer=ChatReplyWriter(llm.tokenizer, request, answer_id, model_name),
+        writer=writer,
+        progress_object=writer.progress_object,
     )
 
 
@@ -88,7 +86,11 @@ def _offer(request: ChatRequest) -> Offer:
 def _params(request: ChatRequest) -> SamplingParams:
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     try:
-        return request.sampling(max_tokens=most, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+        return request.sampling(
+            max_tokens=most,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            return_progress=request.return_progress and request.stream,
+        )
     except RequestError as error:
         param = "top_logprobs" if error.param == "logprobs" else error.param
         raise RequestError(error.message, error.remedy, param=param) from error
@@ -152,6 +154,12 @@ class ChatReplyWriter:
             made.usage = copy_usage(usage)
         elif self._request.include_usage:
             made.usage = None
+        return made
+
+    def progress_object(self, progress: PromptProgress) -> ChatChunk:
+        """Write the progress of a prompt, as an object without choices."""
+        made = self._object([], None)
+        made.prompt_progress = progress
         return made
 
     def last_objects(self, usage: Usage) -> Iterator[ChatChunk]:

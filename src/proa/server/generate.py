@@ -70,7 +70,7 @@ async def _generate(
     llm, record, receive = service.ready(), record_of(request), request.receive
     await service.turns.next()
     job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
-    ignored_fields = ignored_header([*ignored, *asked.cut_limits(job.params.max_tokens)])
+    ignored_fields = ignored_header([*ignored, *asked.without_effect(job.params)])
     headers = {**ignored_fields, **job.headers}
     objects = answer_objects(llm, job, record, service.metrics)
     if asked.stream:

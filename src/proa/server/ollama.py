@@ -26,8 +26,9 @@ from proa.server.ollama_schema import (
     OllamaRequest,
     OllamaShowRequest,
 )
-from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages, read_tools
+from proa.server.prompts import Prompt, encode_text, fitted, prompt_of, read_messages, with_reasoning
 from proa.server.service import Service
+from proa.server.tools import offer_tools
 from proa.types import Chat, Chunk, SamplingParams
 
 API_VERSION = "0.12.0"  # of Ollama's interface: clients refuse servers that are too old
@@ -36,7 +37,7 @@ API_VERSION = "0.12.0"  # of Ollama's interface: clients refuse servers that are
 async def chat_job(llm: AsyncLLM, request: OllamaChatRequest, answer_id: str, model_name: str) -> Job:
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     messages = read_messages([_message(message) for message in request.messages])
-    chat = Chat(messages=messages, tools=read_tools(request.tools, None), template_kwargs=request.switches)
+    chat = Chat(messages=messages, tools=offer_tools(request.tools, None).tools, template_kwargs=request.switches)
     return _job(llm, request, await prompt_of(llm, chat), chat, OllamaWriter(model_name, _chat_fields))
 
 
@@ -66,6 +67,8 @@ def _job(llm: AsyncLLM, request: OllamaRequest, prompt: Prompt, chat: Chat | Non
         stop=tuple(options.stop),
         constraint=request.constraint,
     )
+    if chat is not None:
+        params = with_reasoning(llm, chat, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
@@ -219,7 +222,8 @@ async def show(request: Request, service: Service) -> Response:
     llm = service.loaded()
     model_info = {"general.architecture": "proa", "proa.context_length": llm.context_tokens}
     shown = {"modelfile": "", "parameters": "", "template": "", "details": _details(llm), "model_info": model_info}
-    return json_response({**shown, "capabilities": ["completion", "tools"]}, headers=ignored_header(ignored))
+    thinks = [] if llm.answers.format.reasoning is None else ["thinking"]
+    return json_response({**shown, "capabilities": ["completion", "tools", *thinks]}, headers=ignored_header(ignored))
 
 
 def version() -> Response:

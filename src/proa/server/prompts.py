@@ -1,4 +1,4 @@
-"""Validate messages and tools for the chat template, and tokenise prompts without blocking the event loop."""
+"""Validate messages for the chat template, and tokenise prompts without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import msgspec
 
 from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
-from proa.parsers.forced import forced_call_grammar
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from proa.types import Chat, SamplingParams
+from proa.types import Chat, Constraint, SamplingParams, Tag, Tags
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS_HEADER = "x-proa-tools"
@@ -77,76 +76,6 @@ def _check_tool_calls(calls: Any, path: str) -> None:
         raise _invalid(path, 'tool_calls must be a list of {"type": "function", "function": {...}}.')
 
 
-def read_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """Validate tools for the chat template; None if tool_choice is "none". Raises ApiError 400, also for a tool_choice
-    that forces a call."""
-    offered = offer_tools(tools, choice)
-    if offered.forced:
-        raise _not_forced()
-    return offered.tools
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The tools of a request that tool_choice leaves, and the names of the functions of which it forces a call."""
-
-    tools: list[dict[str, Any]] | None
-    forced: tuple[str, ...] = ()
-
-
-def offer_tools(tools: list[dict[str, Any]] | None, choice: Any) -> Offer:
-    """Validate tools and tool_choice in OpenAI's form: "none", "auto", "required", a function's name, or a list of
-    allowed tools. Raises ApiError 400."""
-    for i, tool in enumerate(tools or []):
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise _invalid(f"tools[{i}]", 'A tool must have the form {"type": "function", "function": {...}}.')
-    if choice == "none":
-        return Offer(None)
-    names = [str(tool["function"].get("name")) for tool in tools or []]
-    if isinstance(choice, dict):
-        allowed = choice.get("allowed_tools", choice if "mode" in choice else None)
-        if isinstance(allowed, dict):
-            wanted = [_name_in(tool) for tool in allowed.get("tools") or []]
-            mode = allowed.get("mode", "auto")
-        else:
-            wanted, mode = [_name_in(choice)], "required"
-    else:
-        wanted, mode = names, choice or "auto"
-    if unknown := [name for name in wanted if name not in names]:
-        raise _invalid("tool_choice", f"tool_choice names {unknown[0]!r}, which is not among the tools.")
-    if mode not in ("auto", "required"):
-        raise _invalid("tool_choice", f"tool_choice is {mode!r}; use none, auto, required or a function's name.")
-    left = [tool for tool, name in zip(tools or [], names, strict=True) if name in wanted] or None
-    if mode == "required" and left is None:
-        raise _invalid("tool_choice", "tool_choice forces a call, but there are no tools.")
-    return Offer(left, tuple(wanted) if mode == "required" else ())
-
-
-def _name_in(choice: Any) -> str:
-    function = choice.get("function", choice) if isinstance(choice, dict) else {}
-    return str(function.get("name") if isinstance(function, dict) else None)
-
-
-def _not_forced() -> ApiError:
-    message = 'A tool call can be forced only on /v1/chat/completions. Set tool_choice to "auto" or "none".'
-    return ApiError(400, "unsupported_parameter", message, param="tool_choice")
-
-
-def forcing(llm: AsyncLLM, chat: Chat, prompt: list[int], offer: Offer, *, only_one: bool) -> dict[str, Any]:
-    """Return the fields of SamplingParams that force the calls of an offer; none if it forces none. Reasoning that the
-    prompt has opened comes first. Raises ApiError 400 if the model's format of calls has no grammar."""
-    if not offer.forced:
-        return {}
-    answers = llm.answers.format
-    constraint = forced_call_grammar(answers.calls, offer.tools or [], offer.forced, only_one=only_one)
-    if constraint is None:
-        raise _not_forced()
-    return {
-        "constraint": constraint,
-        "constraint_after": answers.reasoning_end if llm.answer_parser(chat, prompt).in_reasoning else "",
-    }
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A conversation's tokens, and response headers that tell how it was rewritten for the chat template."""
@@ -201,6 +130,20 @@ def _refuse_hopeless(llm: AsyncLLM, text: str, param: str) -> None:
 @lru_cache(maxsize=1)  # decodes the whole vocabulary: a fraction of a second
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+
+def with_reasoning(
+    llm: AsyncLLM, chat: Chat, prompt: list[int], params: SamplingParams, budget: int | None = None
+) -> SamplingParams:
+    """Return the parameters with a budget of reasoning, and with reasoning before their constraint, which begins with
+    what the model writes before visible text."""
+    constraint = params.constraint
+    if budget is None and constraint is None:
+        return params
+    thinking, opening = llm.thinking(chat, prompt, budget), llm.answers.format.text_opening
+    if constraint is not None and constraint.kind != "tags" and opening and thinking is not None:
+        constraint = Constraint.tags(Tags(tags=(Tag(opening, constraint),), at_most=1), param=constraint.param)
+    return msgspec.structs.replace(params, constraint=constraint, thinking=thinking)
 
 
 def fitted(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> SamplingParams:

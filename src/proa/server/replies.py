@@ -36,6 +36,16 @@ class Usage(msgspec.Struct):
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
+class PromptProgress(msgspec.Struct):
+    """Progress of a prompt, as llama.cpp reports it: tokens, tokens from the prefix cache, tokens that are done, and
+    milliseconds since the request."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
@@ -96,6 +106,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     object: str = "chat.completion.chunk"
 
 

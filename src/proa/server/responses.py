@@ -11,11 +11,12 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
-from proa.server.prompts import fitted, prompt_of
+from proa.server.prompts import fitted, prompt_of, with_reasoning
 from proa.server.responses_items import CallItem, Item, MessageItem, ReasoningItem
-from proa.server.responses_prompt import DeclaredTool, as_chat, declared_tools
+from proa.server.responses_prompt import DeclaredTool, as_chat, declared_tools, offered
 from proa.server.responses_schema import ENCRYPTED_REASONING, ResponsesRequest
 from proa.server.stored_responses import Items, StoredResponses
+from proa.server.tools import with_calls
 from proa.types import Chunk, SamplingParams
 
 
@@ -35,6 +36,10 @@ async def responses_job(
         constraint=request.constraint,
     )
     prompt = await prompt_of(llm, chat)
+    is_named = isinstance(request.tool_choice, dict) and request.tool_choice.get("type") != "allowed_tools"
+    only_one = is_named or not request.parallel_tool_calls
+    params = with_calls(llm, offered(request), params, only_one=only_one)
+    params = with_reasoning(llm, chat, prompt.tokens, params)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
@@ -156,7 +161,7 @@ def _response(request: ResponsesRequest, answer_id: str, model_name: str) -> dic
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
         "store": request.store is not False,
         "temperature": request.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools,
         "top_p": request.top_p,

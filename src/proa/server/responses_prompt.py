@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from proa.server.errors import ApiError
-from proa.server.prompts import read_messages, read_tools
+from proa.server.prompts import read_messages
 from proa.server.responses_schema import ResponsesRequest
+from proa.server.tools import Offer, offer_tools
 from proa.types import Chat
 
 _SEALED = "proa."  # begins our form of encrypted_content
@@ -54,7 +55,7 @@ def as_chat(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Ch
         messages.item(item, f"input[{i}]")
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return Chat(messages=read_messages(messages.all), tools=_tools(request), template_kwargs=variables)
+    return Chat(messages=read_messages(messages.all), tools=offered(request).tools, template_kwargs=variables)
 
 
 class _Messages:
@@ -165,15 +166,18 @@ def _flat(tools: Iterable[Mapping[str, Any]], namespace: str | None = None, path
             yield namespace, here, tool
 
 
-def _tools(request: ResponsesRequest) -> list[dict[str, Any]] | None:
+def offered(request: ResponsesRequest) -> Offer:
+    """Return the tools as functions, and which of them are forced. Raises ApiError 400."""
     choice, tools = request.tool_choice, [(function_name(t["name"], ns), t) for ns, _, t in _flat(request.tools)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = {named.get("name") for named in choice.get("tools") or ()}
-        tools = [(name, tool) for name, tool in tools if tool["name"] in allowed]
+        tools = [(name, tool) for name, tool in tools if allowed & {name, tool["name"]}]
         choice = choice.get("mode", "auto")
     elif isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return read_tools([_function(name, tool) for name, tool in tools], choice)
+        wanted = choice.get("name")
+        found = next((name for name, tool in tools if wanted in (name, tool["name"])), wanted)
+        choice = {"type": "function", "function": {"name": found}}
+    return offer_tools([_function(name, tool) for name, tool in tools], choice)
 
 
 def _function(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,4 +187,5 @@ def _function(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         if "definition" in form:
             description += f"\n\nThe input follows this {form.get('syntax', '')} grammar:\n{form['definition']}"
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {**function, "strict": True} if tool.get("strict") is True else function}

@@ -53,9 +53,11 @@ class StreamOptions(BaseModel):
 
 
 class GeneratingRequest(ApiRequest):
-    """Fields common to all requests that generate text. `limits`: the fields that limit an answer's tokens."""
+    """Fields common to all requests that generate text. `limits`: the fields that limit an answer's tokens;
+    `budget_field`: the one that limits its reasoning."""
 
     limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    budget_field: ClassVar[str] = ""
 
     stream: bool = False
 
@@ -63,6 +65,16 @@ class GeneratingRequest(ApiRequest):
     def is_empty(self) -> bool:
         """True if it asks for nothing but a loaded model."""
         return False
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None: any number."""
+        return None
+
+    def without_effect(self, params: SamplingParams) -> list[str]:
+        """Name the limits that were cut to what the context leaves, and a budget of reasoning that there is none of."""
+        has_no_reasoning = self.thinking_budget is not None and params.thinking is None
+        return [*self.cut_limits(params.max_tokens), *([self.budget_field] if has_no_reasoning else [])]
 
     def cut_limits(self, most_tokens: int | None) -> list[str]:
         """Name the limits that were cut to `most_tokens`, what the context leaves."""
@@ -166,13 +178,14 @@ class SampledRequest(GeneratingRequest):
         return SamplingParams(**{**same, **converted, **more})
 
 
-_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "constraint_after")
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", "thinking", "return_progress")
 
 
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
     limits = ("max_tokens", "max_completion_tokens")
+    budget_field = "thinking_token_budget"
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -184,9 +197,21 @@ class ChatRequest(SampledRequest):
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    return_progress: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None: any number."""
+        return self.thinking_token_budget
+
+    @field_validator("thinking_token_budget")
+    @classmethod
+    def _without_budget(cls, value: int | None) -> int | None:
+        return None if value == -1 else value  # vLLM's "no limit"
 
     @model_validator(mode="after")
     def _chat_consistent(self) -> Self:

@@ -8,6 +8,14 @@ import shlex
 from proa.config.options import ServerOptions
 
 
+def _where(url: str, options: ServerOptions) -> str:
+    """Return the flags of `proa launch` for this server: none at the default port without a key."""
+    port = url.rpartition(":")[2]
+    flags = [] if port == str(ServerOptions().port) else [f" --port {port}"]
+    needs_key = bool(options.api_key or options.api_key_file)
+    return "".join([*flags, " --api-key $PROA_API_KEY"] if needs_key else flags)
+
+
 def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     """Return commands and settings to paste into common clients; the API key itself is never shown."""
     needs_key = bool(options.api_key or options.api_key_file)
@@ -25,6 +33,10 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         f"    Settings > Connections > OpenAI API: URL {url}/v1, key {key}",
         "  Anthropic clients",
         f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
+        "  Ollama clients",
+        f"    export OLLAMA_HOST={url}",
+        "  Coding agents (docs/agents.md has others)",
+        f"    proa launch claude {model_name}{_where(url, options)}    (or codex, opencode)",
     ]
     if needs_key:
         lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")

@@ -44,6 +44,8 @@ class ChoiceStream:
 
     def feed(self, event: TokenEvent) -> Chunk | None:
         """Process one event; return its chunk, or None if everything is held back."""
+        if event.progress is not None:
+            return Chunk(index=self._index, progress=event.progress)
         logprobs: list[TokenLogprob] | list[None] = event.logprobs or [None] * len(event.tokens)
         pieces = []
         for token, logprob in zip(event.tokens, logprobs, strict=True):

@@ -39,8 +39,8 @@ class SystemTools:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt's text. has_system_tools: its tools stand in a system message; is_merged: messages were merged or moved,
-    because the template refuses their order."""
+    """A prompt's text. has_system_tools: its tools stand in a system message; is_merged: messages were merged, moved or
+    divided, because the template refuses them as they are."""
 
     text: str
     has_system_tools: bool = False
@@ -58,12 +58,12 @@ def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | Non
     try:
         return Rendered(template(chat), has_system_tools)
     except RequestError as error:
-        for messages in _rewritten(chat.messages):
+        for other in _rewritten(chat):
             try:
-                text = template(msgspec.structs.replace(chat, messages=messages))
+                text = template(other)
             except RequestError:
                 continue
-            return Rendered(text, has_system_tools, is_merged=True)
+            return Rendered(text, has_system_tools, is_merged=other.messages != chat.messages)
         raise error
 
 
@@ -96,7 +96,28 @@ def _written(function: dict[str, Any], written: str) -> str:
     return written.replace("NAME", str(function.get("name"))).replace("ARGUMENTS", text)
 
 
-def _rewritten(messages: list[Message]) -> Iterator[list[Message]]:
+def _rewritten(chat: Chat) -> Iterator[Chat]:
+    """Yield forms of the conversation that a template may accept, the least changed ones first."""
+    for tools in (chat.tools, _described(chat.tools)):
+        for changed in (chat.messages, *_with_one_system_message(chat.messages)):
+            for messages in (changed, _without_preambles(changed), _without_preambles(_with_single_calls(changed))):
+                other = msgspec.structs.replace(chat, messages=messages, tools=tools)
+                if other != chat:
+                    yield other
+
+
+def _described(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Give functions without a description an empty one, which gpt-oss' template reads."""
+    if tools is None:
+        return None
+    functions = [tool.get("function") for tool in tools]
+    return [
+        {**tool, "function": {"description": "", **function}} if isinstance(function, dict) else tool
+        for tool, function in zip(tools, functions, strict=True)
+    ]
+
+
+def _with_one_system_message(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield the messages with all system messages as one at the beginning and neighbours of one role merged; then the
     same with the system message's text in the first user message."""
     is_system = [m.get("role") == "system" for m in messages]
@@ -104,11 +125,41 @@ def _rewritten(messages: list[Message]) -> Iterator[list[Message]]:
     others = [m for m, is_one in zip(messages, is_system, strict=True) if not is_one]
     roles = ("system", "user", "assistant")
     merged = _merged([*system, *others], roles)
-    if merged != messages:
-        yield merged
+    yield merged
     if system:
         at = next((i for i, m in enumerate(others) if m.get("role") == "user"), len(others))
         yield _merged([*others[:at], {**merged[0], "role": "user"}, *others[at:]], roles)
+
+
+def _without_preambles(messages: list[Message]) -> list[Message]:
+    """Add the text of a message that has reasoning and calls too to its reasoning: gpt-oss' template takes one of
+    them."""
+    made = []
+    for message in messages:
+        reasoning, text = message.get("reasoning_content"), _text(message.get("content"))
+        if message.get("tool_calls") and reasoning and text:
+            message = {**message, "reasoning_content": f"{reasoning}\n\n{text}", "content": ""}
+        made.append(message)
+    return made
+
+
+def _with_single_calls(messages: list[Message]) -> list[Message]:
+    """Divide a message with several calls, each before its result: Llama 3's template takes one call a message."""
+    made: list[Message] = []
+    for role, group in groupby(messages, key=lambda message: message.get("role")):
+        same = list(group)
+        calls = made[-1].get("tool_calls") or [] if made and role == "tool" else []
+        if len(calls) < 2:
+            made += same
+            continue
+        first = made.pop()
+        ids = [call.get("id") for call in calls]
+        same.sort(key=lambda result: ids.index(i) if (i := result.get("tool_call_id")) in ids else len(ids))
+        for number, call in enumerate(calls):
+            own = first if number == 0 else {"role": "assistant", "content": ""}
+            made += [{**own, "tool_calls": [call]}, *same[number : number + 1]]
+        made += same[len(calls) :]
+    return made
 
 
 def _merged(messages: list[Message], roles: tuple[str, ...]) -> list[Message]:

@@ -11,6 +11,7 @@ import msgspec
 from proa.errors import ConfigError, ContextLengthExceeded, RequestError
 from proa.types import EngineRequest, Sampling, SamplingParams
 
+_OF_FIRST_CHOICE: dict[str, Any] = {"prompt_logprobs": None, "return_progress": False}  # values of the other choices
 _NEUTRAL: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -87,7 +88,8 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
             prompt_logprobs=params.prompt_logprobs,
             logit_bias=params.logit_bias,
             constraint=params.constraint,
-            constraint_after=params.constraint_after,
+            thinking=params.thinking,
+            return_progress=params.return_progress,
             **settled,
         )
 
@@ -95,14 +97,15 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
     ) -> list[EngineRequest]:
         """Build the n sequences of a request. With a seed, choice i uses seed + i; without, each gets a random seed.
-        Only choice 0 computes prompt logprobs, which are equal for all. Raises RequestError, ContextLengthExceeded."""
+        Only choice 0 computes prompt logprobs, which are equal for all, and reports progress. Raises RequestError,
+        ContextLengthExceeded."""
         _check_routing(priority, salt)
         sampling = self.settle(prompt, params)
         group = secrets.token_hex(8)
         requests = []
         for i in range(params.n):
             seed = secrets.randbits(64) if params.seed is None else (params.seed + i) % 2**64
-            own = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None if i else sampling.prompt_logprobs)
+            own = msgspec.structs.replace(sampling, seed=seed, **({} if i == 0 else _OF_FIRST_CHOICE))
             requests.append(
                 EngineRequest(id=f"{group}-{i}", tokens=prompt, sampling=own, priority=priority, group=group, salt=salt)
             )

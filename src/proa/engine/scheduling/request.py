@@ -6,7 +6,7 @@ import enum
 from collections.abc import Hashable
 
 from proa.cache.radix import PrefixNode
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, FinishReason
 
@@ -44,7 +44,7 @@ class Request:
 
     def __init__(
         self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int,
-        matcher: Matcher | None = None,
+        matcher: Follower | None = None,
     ) -> None:  # fmt: skip
         self.id = source.id
         self.sampling = source.sampling

@@ -41,7 +41,7 @@ from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.stats import SchedulerStats
 from proa.errors import RequestError
-from proa.grammar.matcher import Matcher
+from proa.grammar.matcher import Follower
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
 
@@ -103,7 +103,7 @@ class Scheduler:
 
     # ---- intake
 
-    def submit(self, source: EngineRequest, matcher: Matcher | None = None) -> None:
+    def submit(self, source: EngineRequest, matcher: Follower | None = None) -> None:
         """Queue a request, or raise RequestError, ContextLengthExceeded, ResourceError or QueueFull."""
         if source.id in self._requests:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")

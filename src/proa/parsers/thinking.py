@@ -1,0 +1,26 @@
+"""What a sampler must know of the reasoning with which an answer begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from proa.parsers.choose import AnswerFormat, Place
+from proa.types import Thinking
+
+
+def describe(
+    answers: AnswerFormat, begins: Place, encode: Callable[[str], list[int]], *, has_tools: bool, budget: int | None
+) -> Thinking | None:
+    """Describe the reasoning of an answer; None if it has none. begins: where the answer stands. encode: tokenises
+    text, with special tokens."""
+    reasoning = answers.reasoning
+    if reasoning is None or begins == "after":
+        return None
+    return Thinking(
+        is_open=begins == "inside",
+        opening=reasoning.open,
+        end=reasoning.close,
+        calls=() if answers.calls is None or not has_tools else answers.calls.openings,
+        budget=budget,
+        closing=tuple(encode(reasoning.closing)),
+    )

@@ -1,0 +1,30 @@
+"""Progress of prompts that are computed in several steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.turn_cases import case_of
+from engines import finish_all, load_decoder, request
+from proa.types import Progress
+from tiny import make_tiny
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_progress_of_prefill_chunks(turns: bool, tmp_path: Path) -> None:
+    """One event a chunk but the last; the last prompt begins with pages of the prefix cache."""
+    engine = case_of(load_decoder(make_tiny("qwen3-moe", tmp_path)), turns=turns, rows=16).engine
+    prompt = [i % 250 for i in range(50)]
+    asked = {
+        "quiet": ([*prompt, 1], False, []),
+        "told": ([1, *prompt], True, [Progress(done, 0) for done in (16, 32, 48)]),
+        "cached": ([1, *prompt, *prompt], True, [Progress(done, 48) for done in (64, 80, 96)]),
+    }
+    for name, (tokens, wish, expected) in asked.items():
+        engine.submit(request(name, tokens, 4, return_progress=wish))
+        events = finish_all(engine)[name]
+        assert [event.progress for event in events if event.progress is not None] == expected
+        assert sum(len(event.tokens) for event in events) == 4
+        assert all(not event.tokens and event.finish is None for event in events if event.progress is not None)
