@@ -76,7 +76,7 @@ async def _count(streams: Iterable[Coroutine[Any, Any, str]]) -> None:
 
 async def _stream(client: httpx.AsyncClient, tokens: int, *, cancel: bool = False) -> str:
     """How it ended: whole, cancelled, a status, an error in the stream, or lost without a word."""
-    last = ""
+    last, broken = "", False
     try:
         async with client.stream("POST", CHAT, json=body_of(tokens)) as answer:
             if answer.status_code != 200:
@@ -84,10 +84,10 @@ async def _stream(client: httpx.AsyncClient, tokens: int, *, cancel: bool = Fals
             async for line in answer.aiter_lines():
                 if cancel:
                     return "cancelled"
-                last = line or last
+                broken, last = broken or '"error"' in line, line or last
     except httpx.HTTPError as error:
         return f"lost: {type(error).__name__}"
-    return "whole" if last == "data: [DONE]" else "error in the stream" if '"error"' in last else f"lost after {last[:80]}"
+    return "error in the stream" if broken else "whole" if last == "data: [DONE]" else f"lost after {last[:80]}"
 
 
 async def slow_readers(url: str) -> None:
@@ -199,8 +199,11 @@ def kill_server(url: str) -> None:
     pid = _pid_of(url)
     below = _children(pid)
     os.kill(pid, signal.SIGKILL)
-    time.sleep(2)
-    print("server killed: of", len(below), "processes below it are left", [p for p in below if Path(f"/proc/{p}").exists()])
+    began, left = time.monotonic(), below
+    while left and time.monotonic() < began + 10:
+        time.sleep(0.05)
+        left = [p for p in left if Path(f"/proc/{p}").exists()]
+    print(f"server killed: of {len(below)} processes below it {len(left)} are left after {time.monotonic() - began:.1f} s")
 
 
 def poll(url: str, stop: Any, results: Any) -> None:

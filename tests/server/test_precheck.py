@@ -90,6 +90,26 @@ def test_small_bodies_stay_here(source: TextSource) -> None:
     run(work())
 
 
+def test_a_process_that_parsed_a_very_large_body_is_not_kept(
+    source: TextSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten bodies of 30 MiB left it with 2.8 GB for good."""
+    monkeypatch.setattr(precheck, "KEPT_BYTES", 3_000_000)
+
+    async def work() -> None:
+        service = make_service(source)
+        assert service.precheck is not None
+        small, large = ({"messages": USER, "metadata": "x" * count} for count in (2_000_000, 4_000_000))
+        both = await asyncio.gather(*(send(service, "POST", CHAT, json=body) for body in (large, small)))
+        assert [answer.status_code for answer in both] == [200, 200]
+        assert service.precheck._process is None
+        assert (await send(service, "POST", CHAT, json=small)).status_code == 200
+        assert service.precheck._process is not None
+        service.precheck.close()
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("schema", "fields"),
     [

@@ -21,6 +21,7 @@ from proa.server.errors import ApiError
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 512 * 1024  # smaller bodies take some 10 ms
+KEPT_BYTES = 4 << 20  # a process that parsed a larger body is ended: Python keeps some 90 bytes for each of its bytes
 SIZE_BYTES = 8  # before each message and each body, little-endian
 
 
@@ -50,36 +51,48 @@ Outcome = Wrong | Right
 
 
 class Precheck:
-    """The process that checks large bodies, one after the other; it is started for the first one."""
+    """The process that checks large bodies, one after the other. It is started for the first one, and ends after the
+    last one in a row if it holds much memory then."""
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._asked, self._most_bytes = 0, 0  # exchanges under way or waiting; the largest body of this process
 
     async def reduced(self, parts: Sequence[bytes], schema: str, *, strict: bool) -> bytes:
         """Return the body, given in parts, with the fields that are used. Raises ApiError."""
         # A client that disconnects must not end an exchange in the middle: the next one would read its answer.
-        outcome = await asyncio.shield(self._exchange(parts, Check(schema, strict, sum(map(len, parts)))))
+        outcome = await asyncio.shield(self._in_turn(parts, Check(schema, strict, sum(map(len, parts)))))
         if isinstance(outcome, Wrong):
             raise ApiError(outcome.status, outcome.code, outcome.message, param=outcome.param, headers=outcome.headers)
         return outcome.body
 
-    async def _exchange(self, parts: Sequence[bytes], check: Check) -> Outcome:
-        async with self._turn:
-            process = await self._running()
-            assert process.stdin is not None and process.stdout is not None  # noqa: PT018 - pipes, by construction
-            try:
-                for data in (_framed(msgspec.msgpack.encode(check)), *parts):
-                    process.stdin.write(data)
-                    await process.stdin.drain()
-                size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES), "little")
-                outcome: Outcome = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
-                return outcome
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                log.error("The process that checks large requests has ended; the next one starts it again.")
+    async def _in_turn(self, parts: Sequence[bytes], check: Check) -> Outcome:
+        self._asked += 1
+        try:
+            async with self._turn:
+                self._most_bytes = max(self._most_bytes, check.body_bytes)
+                return await self._exchange(parts, check)
+        finally:
+            self._asked -= 1
+            if not self._asked and self._most_bytes > KEPT_BYTES:
                 self.close()
-                raise ApiError(500, "internal_error", "The request could not be checked. Send it again.") from error
+
+    async def _exchange(self, parts: Sequence[bytes], check: Check) -> Outcome:
+        process = await self._running()
+        assert process.stdin is not None and process.stdout is not None  # noqa: PT018 - pipes, by construction
+        try:
+            for data in (_framed(msgspec.msgpack.encode(check)), *parts):
+                process.stdin.write(data)
+                await process.stdin.drain()
+            size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES), "little")
+            outcome: Outcome = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
+            return outcome
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            log.error("The process that checks large requests has ended; the next one starts it again.")
+            self.close()
+            raise ApiError(500, "internal_error", "The request could not be checked. Send it again.") from error
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None:
@@ -99,7 +112,7 @@ class Precheck:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        self._process = None
+        self._process, self._most_bytes = None, 0
 
 
 def _framed(message: bytes) -> bytes:
