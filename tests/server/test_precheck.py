@@ -104,8 +104,10 @@ def test_a_process_that_parsed_a_very_large_body_is_not_kept(
         assert [answer.status_code for answer in both] == [200, 200]
         assert service.precheck._process is None
         assert (await send(service, "POST", CHAT, json=small)).status_code == 200
-        assert service.precheck._process is not None
+        kept = service.precheck._process
+        assert kept is not None
         service.precheck.close()
+        await asyncio.wait_for(kept.wait(), 10)
 
     run(work())
 

@@ -76,8 +76,9 @@ class Precheck:
                 return await self._exchange(parts, check)
         finally:
             self._asked -= 1
-            if not self._asked and self._most_bytes > KEPT_BYTES:
+            if not self._asked and self._most_bytes > KEPT_BYTES and (process := self._process) is not None:
                 self.close()
+                await process.wait()
 
     async def _exchange(self, parts: Sequence[bytes], check: Check) -> Outcome:
         process = await self._running()
