@@ -135,7 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         self._check_types()
         values = msgspec.structs.asdict(self)
-        for name, low, high in _RANGES:
+        for name, low, high in SAMPLING_RANGES:
             value: float | None = values[name]
             if value is not None and not low <= value <= high:  # NaN fails here too
                 raise RequestError(f"{name} is {value}.", f"Use {low} to {high}.", param=name)
@@ -165,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, field.name, checked)
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("max_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from proa.server.fields import IGNORED, REFUSED, Endpoint
 from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from proa.server.openapi_forms import refine
 from proa.server.replies import VERSION
 from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -34,6 +36,10 @@ def description(paths: dict[str, set[str]]) -> dict[str, Any]:
         operations = described.setdefault(path, {})
         for method in sorted(methods):
             operations[method.lower()] = {"responses": {"default": {"description": "see docs/api.md"}}}
+        if names := re.findall(r"{(\w+)[}:]", path):
+            operations["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
         if path in POSTED:
             _, schema = POSTED[path]
             operations["post"]["description"] = schema.__doc__
@@ -43,6 +49,7 @@ def description(paths: dict[str, set[str]]) -> dict[str, Any]:
         whole = schema.model_json_schema(ref_template=_SCHEMAS + "{model}")
         components.update(whole.pop("$defs", {}))
         components[schema.__name__] = whole
+        refine(schema, whole["properties"])
         whole["additionalProperties"] = True  # unknown fields are named in a header, or refused with --strict
         whole["properties"].update(_not_implemented(endpoint, whole["properties"]))
     key = {"type": "http", "scheme": "bearer"}
