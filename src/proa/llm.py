@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from proa.beam.driver import beam_search
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.processes.client import EngineClient
@@ -215,7 +216,7 @@ class AsyncLLM:
         salt: str = "",
         markers: Mapping[int, str] = MappingProxyType({}),
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of all n choices as they are generated. Closing the generator aborts the request.
+        """Yield the chunks of all n choices as generated (beam search: at the end). Closing it aborts the request.
 
         markers: tokens whose text is in the chunks though special tokens are skipped, and whose offsets are in
         Chunk.markers; for parsers.
@@ -231,7 +232,10 @@ class AsyncLLM:
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
         if params.constraint is not None:
             await self._prepare(params.constraint)
-        sources = [self._choice(i, request, params, markers) for i, request in enumerate(requests)]
+        if params.use_beam_search:
+            sources = [self._beams(requests[0], params, markers)]
+        else:
+            sources = [self._choice(i, request, params, markers) for i, request in enumerate(requests)]
         async with aclosing(merge(sources)) as chunks:
             async for _, chunk in chunks:
                 yield chunk
@@ -266,9 +270,7 @@ class AsyncLLM:
         self, index: int, request: EngineRequest, params: SamplingParams, markers: Mapping[int, str]
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one choice. Returning early, as after a stop string, aborts its sequence."""
-        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens, kept=markers)
-        hidden = self.tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
-        choice = ChoiceStream(index, request, params, detokenizer, markers=markers, hidden=hidden)
+        choice = self._choice_stream(index, request, params, markers)
         events = self.engine.generate(request)
         async with aclosing(events):
             async for event in events:
@@ -277,9 +279,23 @@ class AsyncLLM:
                     yield chunk
                 if choice.finished:
                     return
-        raise EngineDead(
-            "The engine ended an answer without a finish reason.", "This is a bug in Proa: please report it."
-        )
+        raise EngineDead("An answer ended without a finish reason.", "This is a bug in Proa: please report it.")
+
+    async def _beams(
+        self, request: EngineRequest, params: SamplingParams, markers: Mapping[int, str]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the answers of a beam search, best first, each as one chunk."""
+        for index, found in enumerate(await beam_search(self.engine, request, params)):
+            chunk = self._choice_stream(index, request, params, markers).feed(found.event)
+            if chunk is not None:
+                yield msgspec.structs.replace(chunk, score=found.score)
+
+    def _choice_stream(
+        self, index: int, request: EngineRequest, params: SamplingParams, markers: Mapping[int, str]
+    ) -> ChoiceStream:
+        detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens, kept=markers)
+        hidden = self.tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        return ChoiceStream(index, request, params, detokenizer, markers=markers, hidden=hidden)
 
 
 class LLM:
@@ -424,7 +440,7 @@ def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
 async def _generate_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
     """Generate all answers. Submits enough prompts at a time to keep the engine full, and few enough to fit its
     queue."""
-    widest = max((p.n for p in params), default=1)
+    widest = max((p.sequences for p in params), default=1)
     running, queued = llm.plan.max_running, llm.plan.max_queued
     places = asyncio.Semaphore(max(1, min(2 * running, running + queued) // widest))
 

@@ -38,11 +38,17 @@ from proa.types import Chat, Chunk, SamplingParams
 async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_name: str) -> Job:
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
-    refuse_too_many(llm, request.n, "n")
+    refuse_too_many(llm, params.sequences, "n" if request.best_of is None else "best_of")
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
     only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
     forced = forcing(llm, chat, prompt.tokens, _offer(request), only_one=only_one)
+    if forced and params.use_beam_search:
+        raise RequestError(
+            "tool_choice forces a call, which beam search cannot.",
+            'Set tool_choice to "auto" or "none", or use_beam_search to false.',
+            param="tool_choice",
+        )
     if forced and params.constraint is not None:
         raise RequestError(
             f"tool_choice forces a call, but {params.constraint.param} demands another form of answer.",
