@@ -1,4 +1,4 @@
-"""Beam search over a real engine in this process: against transformers, and against all answers of a tiny vocabulary."""
+"""Beam search over an engine in this process: against transformers, and against all answers of a tiny vocabulary."""
 
 from __future__ import annotations
 
