@@ -19,7 +19,8 @@ CALLERS = ("tests", "tools", "benchmarks")
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
-    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "llm", "server", "bench", "cli",
+    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "beam", "llm", "blocking", "server",
+    "bench", "cli",
 )  # fmt: skip
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
@@ -30,8 +31,8 @@ ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc
 NO_TORCH = (
     "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
     "weights/quantised", "demo",
-    "hub", "plan", "grammar", "text", "parsers", "llm", "server", "bench", "cli", "cache/pages", "cache/radix",
-    "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
+    "hub", "plan", "grammar", "text", "parsers", "beam", "llm", "blocking", "server", "bench", "cli", "cache/pages",
+    "cache/radix", "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
     "engine/processes/client",
 )  # fmt: skip
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from proa import errors
+    from proa.blocking import LLM
     from proa.config.options import EngineOptions
-    from proa.llm import LLM, AsyncLLM
+    from proa.llm import AsyncLLM
     from proa.text.answer import Answer
     from proa.types import Chat, Constraint, SamplingParams, Tag, Tags
 
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "proa.llm",
+    "LLM": "proa.blocking",
     "AsyncLLM": "proa.llm",
     "Answer": "proa.text.answer",
     "Chat": "proa.types",

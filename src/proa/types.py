@@ -103,8 +103,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature 0: greedy. top_k 0: no top-k. `logprobs=k`: return the logprob of the sampled token and of the k most
     likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. return_progress: chunks
-    with Progress while the prompt is computed. Raises RequestError on construction for a value of the wrong type or
-    range.
+    with Progress while the prompt is computed.
+
+    use_beam_search: return the n best of `best_of` beams (default n), by the sum of their logprobs divided by
+    length ** length_penalty; early_stopping: end when best_of beams are finished, not when no better one can follow.
+    Logprobs are the model's own, so parameters that change them, and `stop`, are refused.
+
+    Raises RequestError on construction for a value of the wrong type or range, and for parameters that exclude each
+    other.
     """
 
     n: int = 1
@@ -129,6 +135,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     return_progress: bool = False
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -153,6 +163,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
             raise RequestError("A logit_bias value is out of range.", "Use -100 to 100.", param="logit_bias")
+        if self.use_beam_search:
+            self._check_beam_search()
+        else:
+            self._check_no_beam_search()
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that run at once: the beams, or the n answers."""
+        return self.best_of if self.use_beam_search and self.best_of is not None else self.n
+
+    def _check_beam_search(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of is {self.best_of}, but n is {self.n}: there are fewer beams than answers.",
+                f"Set best_of to {self.n} or more.",
+                param="best_of",
+            )
+        for name, neutral in _NEUTRAL_IN_BEAM_SEARCH:
+            value = getattr(self, name)
+            if value is not None and value != neutral:
+                field = name if self.constraint is None or name != "constraint" else self.constraint.param
+                raise RequestError(
+                    f"{field} is given beside use_beam_search, which ranks beams by the model's own logprobs and reads "
+                    "no text.",
+                    f"Leave {field} out, or set use_beam_search to false.",
+                    param=field,
+                )
+
+    def _check_no_beam_search(self) -> None:
+        if self.best_of not in (None, self.n):
+            raise RequestError(
+                f"best_of is {self.best_of}, but n is {self.n}. Without beam search every sampled answer is returned.",
+                "Leave best_of out, set it to n, or set use_beam_search to true.",
+                param="best_of",
+            )
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != neutral:
+                raise RequestError(
+                    f"{name} is {getattr(self, name)}, but it has an effect only in beam search.",
+                    f"Leave {name} out, or set use_beam_search to true.",
+                    param=name,
+                )
 
     def _check_types(self) -> None:
         """Convert each field to its declared type or raise RequestError: a wrong type would fail only in the engine."""
@@ -165,8 +217,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, field.name, checked)
 
 
+MOST_LOGPROBS = 100  # alternatives per token; ops/sizes.py has the same limit for the buffers of a GPU
+
+# Parameters that beam search refuses unless None or neutral.
+_NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, object], ...] = (
+    ("temperature", 0.0),
+    ("top_p", 1.0),
+    ("top_k", 0),
+    ("min_p", 0.0),
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
+    ("repetition_penalty", 1.0),
+    ("seed", None),
+    ("logit_bias", {}),
+    ("constraint", None),
+    ("thinking", None),
+    ("prompt_logprobs", None),
+    ("stop", ()),
+    ("include_stop_str_in_output", False),
+)
+
 SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
+    ("best_of", 1, 128),
+    ("length_penalty", -10.0, 10.0),
     ("max_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("temperature", 0.0, 100.0),
@@ -176,8 +250,8 @@ SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.01, 100.0),
-    ("logprobs", 0, 100),
-    ("prompt_logprobs", 0, 100),
+    ("logprobs", 0, MOST_LOGPROBS),
+    ("prompt_logprobs", 0, MOST_LOGPROBS),
     ("seed", -(2**63), 2**64 - 1),
 )
 
@@ -277,6 +351,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int | None = None
     progress: Progress | None = None  # such a chunk has nothing else
+    score: float | None = None  # of the answer; only in beam search, on the last chunk
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -138,6 +138,27 @@ def test_chat(client: openai.OpenAI) -> None:
     assert 0 < answer.usage.completion_tokens <= 12
 
 
+def test_beam_search(server: Server, client: openai.OpenAI) -> None:
+    """The answers' scores, computed again from their tokens' logprobs, descend; the first is higher than greedy's."""
+
+    def scores(extra: dict[str, object], n: int) -> list[float]:
+        answer = client.completions.create(
+            model=MODEL, prompt="The capital of France is", n=n, max_tokens=8, temperature=0, logprobs=0,
+            extra_body={"ignore_eos": True, **extra},
+        )  # fmt: skip
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8 * n
+        assert len({choice.text for choice in answer.choices}) == n
+        return [sum(c.logprobs.token_logprobs or []) / 8 for c in answer.choices if c.logprobs is not None]
+
+    found = scores({"use_beam_search": True, "best_of": 8}, 3)
+    assert found == sorted(found, reverse=True)
+    assert (
+        found[0] > scores({}, 1)[0] + 0.1
+    )  # a narrower search may lose greedy's answer on the way; with 8 it finds more
+    wait_for(server.is_idle, 10)
+
+
 def wave(client: openai.OpenAI, salt: str) -> None:
     """Run 64 concurrent streams of mixed lengths; assert that each generates exactly the requested number of tokens."""
 

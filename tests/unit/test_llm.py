@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fakes import FakeEngine, Reply, logprob_of, make_plan, make_tokenizer
+from proa.blocking import LLM
 from proa.config.options import EngineOptions, ModelOptions
 from proa.errors import (
     ConfigError,
@@ -26,7 +27,7 @@ from proa.errors import (
     TokenizerError,
     UsageError,
 )
-from proa.llm import LLM, AsyncLLM
+from proa.llm import AsyncLLM
 from proa.plan.plan import Plan
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, Chunk, EngineRequest, SamplingParams, TokenEvent

@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from fakes import FakeEngine, Reply, make_plan, make_tokenizer
+from proa.blocking import LLM
 from proa.config.options import EngineOptions
 from proa.errors import EngineDead, ProaError, RequestError, UsageError
-from proa.llm import LLM, AsyncLLM
+from proa.llm import AsyncLLM
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, Chunk, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Numbers that stand both in csrc and in Python are equal."""
+"""Numbers that stand both in csrc and in Python, or in two packages, are equal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from proa.native.library import ABI_VERSION
 from proa.native.program import Regime, RouterRule
 from proa.native.tables import limits
 from proa.native.weights import Activation
+from proa.ops import sizes
 from proa.ops.routing import SCORES
 from proa.plan.kernels import CPU_MOST_DIM
 from proa.plan.placement import COLUMN_UNIT
 from proa.plan.vram import SLOTS_BYTES
+from proa.types import MOST_LOGPROBS
 
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADERS = "".join(path.read_text() for path in sorted((CSRC / "include" / "proa").glob("*.h")))
@@ -51,6 +53,10 @@ def test_other_constants_of_the_headers() -> None:
     assert constants("PROA_SCORE_") == {name.upper(): value for name, value in SCORES.items()}
     assert constants("PROA_ABI_") == {"VERSION": ABI_VERSION}
     assert constants("PROA_ANY_") == {"GROUP": ANY_GROUP}
+
+
+def test_most_logprobs() -> None:
+    assert MOST_LOGPROBS == sizes.MOST_LOGPROBS
 
 
 def test_orders_of_stored_matrices() -> None:

@@ -39,7 +39,7 @@ from proa.types import Chat, Chunk, SamplingParams
 async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_name: str) -> Job:
     """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
-    refuse_too_many(llm, request.n, "n")
+    refuse_too_many(llm, params.sequences, "n" if request.best_of is None else "best_of")
     chat = as_chat(request)
     prompt = await prompt_of(llm, chat)
     only_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)

@@ -22,7 +22,7 @@ from proa.types import Chunk, SamplingParams, TokenLogprob
 async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: str, model_name: str) -> Job:
     """Validate a request and tokenise every prompt. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
-    refuse_too_many(llm, len(request.prompt) * request.n, "prompt")
+    refuse_too_many(llm, len(request.prompt) * params.sequences, "prompt")
     prompts = [await _tokens_of(llm, given, request) for given in request.prompt]
     for prompt in prompts:
         params = fitted(llm, prompt, params)
@@ -62,6 +62,12 @@ def _params(request: CompletionRequest) -> SamplingParams:
         )
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
+        if request.use_beam_search:
+            raise RequestError(
+                "echo and logprobs ask for the prompt's logprobs, which beam search does not compute.",
+                "Set echo to false, or leave logprobs out.",
+                param="echo",
+            )
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     return request.sampling(
         max_tokens=1 if request.max_tokens == 0 else request.max_tokens,

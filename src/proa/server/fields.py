@@ -40,7 +40,9 @@ class Ignored:
 
 _STRUCTURED = "Structured output is implemented on /v1/chat/completions."
 _SAMPLER = "This sampler is not implemented."
+_BEAMS = "Beam search is implemented on /v1/chat/completions and /v1/completions."
 _NOT_CHAT: tuple[Endpoint, ...] = ("completions", "messages")
+_NO_BEAMS: tuple[Endpoint, ...] = ("messages", "responses", "ollama", "tokenize")
 # Fields of chat and completions, which /v1/messages and /v1/responses refuse unless null.
 _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
@@ -82,8 +84,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("allowed_token_ids", hint="Use logit_bias."),
     Refused("logits_processors", ([],)),
     Refused("custom_logit_processor"),
-    Refused("use_beam_search", (False,)),
-    Refused("length_penalty", (1.0,), "It belongs to beam search, which is not implemented."),
+    Refused("use_beam_search", (False,), _BEAMS, on=_NO_BEAMS),
+    Refused("length_penalty", (1.0,), _BEAMS, on=_NO_BEAMS),
+    Refused("early_stopping", (False,), _BEAMS, on=_NO_BEAMS),
     Refused("truncate_prompt_tokens", hint="Shorten the prompt; Proa never cuts it silently."),
     Refused("documents", ([],), "Put them into the messages or into chat_template_kwargs."),
     Refused("chat_template", hint="Choose it when the server starts, with --chat-template."),

@@ -87,6 +87,9 @@ class SampledRequest(GeneratingRequest):
     stream_options: StreamOptions | None = None
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -142,8 +145,12 @@ class SampledRequest(GeneratingRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise RequestError("best_of is not supported.", "Leave it out, or set it to n.", param="best_of")
+        if self.use_beam_search and self.stream:
+            raise RequestError(
+                "stream is true beside use_beam_search, whose answers are known only when the search has ended.",
+                "Set stream to false.",
+                param="stream",
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options is given, but stream is not true.", "Set stream to true.", param="stream_options"

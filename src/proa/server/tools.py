@@ -75,6 +75,15 @@ def with_calls(llm: AsyncLLM, offer: Offer, params: SamplingParams, *, only_one:
     has_other = params.constraint is not None
     if not offer.forced and (has_other or not offer.has_strict):
         return params
+    if params.use_beam_search:
+        name, remedy = "tools", "strict to false"
+        if offer.forced:
+            name, remedy = "tool_choice", 'tool_choice to "auto" or "none"'
+        raise RequestError(
+            f"{name} needs a grammar for calls, which beam search cannot follow.",
+            f"Set {remedy}, or use_beam_search to false.",
+            param=name,
+        )
     if params.constraint is not None:
         raise RequestError(
             f"tool_choice forces a call, but {params.constraint.param} demands another form of answer.",

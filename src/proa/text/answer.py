@@ -19,6 +19,7 @@ class Choice(msgspec.Struct, kw_only=True):
     finish: FinishReason | None = None
     error: str = ""  # the message if finish is "error"
     stop_reason: str | int | None = None
+    score: float | None = None  # only in beam search: sum of logprobs / length ** length_penalty
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -58,6 +59,7 @@ class AnswerFold:
             choice.logprobs += chunk.logprobs
         if chunk.finish is not None:
             choice.finish, choice.stop_reason, choice.error = chunk.finish, chunk.stop_reason, chunk.error
+            choice.score = chunk.score
         if chunk.prompt_tokens is not None:
             self._answer.prompt_tokens = chunk.prompt_tokens
         if chunk.prompt_logprobs is not None:

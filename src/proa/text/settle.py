@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from proa.errors import ConfigError, ContextLengthExceeded, RequestError
-from proa.types import EngineRequest, Sampling, SamplingParams
+from proa.types import MOST_LOGPROBS, EngineRequest, Sampling, SamplingParams
 
 _OF_FIRST_CHOICE: dict[str, Any] = {"prompt_logprobs": None, "return_progress": False}  # values of the other choices
 _NEUTRAL: dict[str, float] = {
@@ -56,13 +56,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     def settle(self, prompt: Sequence[int], params: SamplingParams) -> Sampling:
         """Fill in the defaults and check a request's parameters against the model. Raises RequestError or
         ContextLengthExceeded."""
-        if params.n > self.max_running + self.max_queued:
-            raise RequestError(
-                f"n is {params.n}, but the engine holds at most {self.max_running + self.max_queued} sequences "
-                f"({self.max_running} running, {self.max_queued} waiting).",
-                f"Lower n to {self.max_running + self.max_queued} or raise max_queued.",
-                param="n",
-            )
+        self._check_sequences(params)
         self._check_tokens("prompt", prompt)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         self._check_tokens("logit_bias", params.logit_bias)
@@ -82,7 +76,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
             min_tokens=params.min_tokens,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
-            eos_token_ids=() if params.ignore_eos else tuple(sorted(self.eos_token_ids)),
+            eos_token_ids=self._eos(params),
             stop_token_ids=params.stop_token_ids,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
@@ -110,6 +104,28 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
                 EngineRequest(id=f"{group}-{i}", tokens=prompt, sampling=own, priority=priority, group=group, salt=salt)
             )
         return requests
+
+    def _check_sequences(self, params: SamplingParams) -> None:
+        name, asked = ("best_of" if params.best_of is not None else "n"), params.sequences
+        most = self.max_running + self.max_queued
+        if asked > most:
+            raise RequestError(
+                f"{name} is {asked}, but the engine holds at most {most} sequences "
+                f"({self.max_running} running, {self.max_queued} waiting).",
+                f"Lower {name} to {most} or raise max_queued.",
+                param=name,
+            )
+        ends = len({*self._eos(params), *params.stop_token_ids})
+        if params.use_beam_search and asked + ends > MOST_LOGPROBS:
+            raise RequestError(
+                f"{name} is {asked}, and {ends} tokens end an answer: a beam needs the logprobs of {asked + ends} "
+                f"tokens per step, but at most {MOST_LOGPROBS} are computed.",
+                f"Lower {name} to {max(1, MOST_LOGPROBS - ends)} or less.",
+                param=name,
+            )
+
+    def _eos(self, params: SamplingParams) -> tuple[int, ...]:
+        return () if params.ignore_eos else tuple(sorted(self.eos_token_ids))
 
     def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
         room = self.context_tokens - prompt_tokens
