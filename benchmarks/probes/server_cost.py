@@ -120,7 +120,7 @@ class Probe:
         report("streams", "tokens/s", [STREAMS * TOKENS / s for s in engine], [STREAMS * TOKENS / s for s in http])
 
     async def first(self, rounds: int) -> None:
-        seconds = await in_turns(rounds * SINGLE // 5, lambda: self.by_engine(1, 4), lambda: self.over_http(1, 4))
+        seconds = await in_turns(rounds * SINGLE // 5, lambda: self.by_engine(1, 1), lambda: self.over_http(1, 1))
         engine, http = ([1000 * first for first, _ in each] for each in seconds)
         report("first", "ms", engine, http)
 

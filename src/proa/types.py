@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -209,12 +210,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_types(self) -> None:
         """Convert each field to its declared type or raise RequestError: a wrong type would fail only in the engine."""
         values = msgspec.structs.asdict(self)
-        for field in msgspec.structs.fields(self):
+        for field in _sampling_fields():
             try:
                 checked = msgspec.convert(values[field.name], field.type)
             except msgspec.ValidationError as error:
                 raise RequestError(f"{field.name} is {values[field.name]!r}.", f"{error}.", param=field.name) from error
             msgspec.structs.force_setattr(self, field.name, checked)
+
+
+@cache
+def _sampling_fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields of SamplingParams; msgspec takes 0.6 ms to evaluate their annotations, for each request."""
+    return msgspec.structs.fields(SamplingParams)
 
 
 MOST_LOGPROBS = 100  # alternatives per token; ops/sizes.py has the same limit for the buffers of a GPU
