@@ -1,6 +1,7 @@
 """The published coding agents over `proa launch` and a real engine: each reads a file by a tool call and reports it.
 
 The model says what a script says: a call in the agent's own tool, then, if the file's content comes back, a sentence.
+What the agent sends is recorded: every schema of its tools must compile to a grammar.
 """
 
 from __future__ import annotations
@@ -8,18 +9,26 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 from serving import serving
 
 import programs
 from fetched import npm_package
+from proa.grammar.trial import verdict
+from proa.types import Constraint
 from scripted_model import write_scripted_model
 
 SECRET = "zebra-4711"
@@ -37,6 +46,7 @@ class Agent:
     tool: str
     arguments: dict[str, str]
     words: tuple[str, ...]
+    least_tools: int  # that it offers
 
 
 AGENTS = {
@@ -47,6 +57,7 @@ AGENTS = {
         "Read",
         {"file_path": "{folder}/note.txt"},
         ("--allowedTools", "Read", "-p"),
+        10,
     ),
     "codex": Agent(
         "@openai/codex@0.169.0-linux-x64",
@@ -55,6 +66,7 @@ AGENTS = {
         "exec_command",
         {"cmd": "cat {folder}/note.txt"},
         ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+        5,
     ),
     "opencode": Agent(
         "opencode-linux-x64@1.18.33",
@@ -63,8 +75,60 @@ AGENTS = {
         "read",
         {"filePath": "{folder}/note.txt"},
         ("run",),
+        8,
     ),
 }
+
+
+@contextmanager
+def recorded(port: int) -> Iterator[tuple[int, list[bytearray]]]:
+    """Forward connections to `port`; yield the port that listens, and what clients have sent on each connection."""
+    sent: list[bytearray] = []
+    stopped = threading.Event()
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            kept = bytearray()
+            sent.append(kept)
+            with socket.create_connection(("127.0.0.1", port)) as server, suppress(OSError):
+                ends = {self.request: server, server: self.request}
+                while not stopped.is_set():
+                    for source in select.select(list(ends), [], [], 0.2)[0]:
+                        data = source.recv(1 << 16)
+                        if not data:
+                            return
+                        if source is self.request:
+                            kept.extend(data)
+                        ends[source].sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forward) as forwarding:
+        thread = threading.Thread(target=forwarding.serve_forever, args=(0.1,))
+        thread.start()
+        try:
+            yield forwarding.server_address[1], sent
+        finally:
+            stopped.set()
+            forwarding.shutdown()
+            thread.join()
+
+
+def schemas_of(sent: list[bytearray]) -> dict[str, Any]:
+    """The schemas of all tools in recorded requests, by name, in the form of any protocol."""
+    found: dict[str, Any] = {}
+
+    def add(tools: list[dict[str, Any]]) -> None:
+        for tool in tools:
+            of = tool.get("function", tool)
+            add(tool.get("tools", []))  # a namespace
+            if schema := of.get("input_schema") or of.get("parameters"):
+                found[of["name"]] = schema
+
+    for data in sent:
+        for part in data.split(b"\r\n\r\n"):
+            if part.startswith(b"{"):
+                body, _ = json.JSONDecoder().raw_decode(part.decode(errors="replace"))
+                add(body.get("tools") or [])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +167,15 @@ def test_an_agent_reads_a_file(name: str, folder: Path, request: pytest.FixtureR
         "IS_SANDBOX": "1",
     }
     asked = f"Read note.txt with {name}."
-    done = subprocess.run(
-        programs.proa("launch", name, f"--port={report['port']}", "--", *agent.words, asked),
-        cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    with recorded(report["port"]) as (port, sent):
+        done = subprocess.run(
+            programs.proa("launch", name, f"--port={port}", "--", *agent.words, asked),
+            cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS in done.stdout
+    schemas = schemas_of(sent)
+    assert len(schemas) >= agent.least_tools
+    tree = LLTokenizer("byte")
+    refused = {tool: verdict(Constraint.json(schema), tree).message for tool, schema in schemas.items()}
+    assert not any(refused.values()), refused
