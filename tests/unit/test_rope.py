@@ -6,7 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from proa.engine.executors.angles import AngleTables
+from proa.engine.executors.batch import StepLimits
 from proa.layers.rope import cos_sin
 from proa.models.spec import Rope, RopeScaling
 
@@ -61,3 +67,34 @@ def test_a_dynamic_row_does_not_depend_on_its_chunk() -> None:
     whole = cos_sin(rope, positions, lengths)
     parts = [cos_sin(rope, positions[a : a + 7], lengths[a : a + 7]) for a in range(0, 100, 7)]
     assert all(torch.equal(w, torch.cat([p[i] for p in parts])) for i, w in enumerate(whole))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_positions_along_three_axes(family: str) -> None:
+    """M-RoPE: each frequency has its own axis, in sections (Qwen2-VL) or in turns (Qwen3-VL)."""
+    sections, half = [4, 6, 6], 16
+    rope_parameters = {"rope_type": "default", "mrope_section": sections, "rope_theta": BASE, "mrope_interleaved": True}
+    made = {"head_dim": 2 * half, "hidden_size": 64, "num_attention_heads": 2, "rope_parameters": rope_parameters}
+    if family == "qwen2_vl":
+        theirs = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**made))
+        axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    else:
+        theirs = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(**made))
+        axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(half))
+    positions = torch.randint(0, 64, (3, 9))
+    cos, sin = theirs(torch.zeros(1, 9, 64), positions[:, None])
+    rope = Rope(2 * half, BASE, axes=axes)
+    for want, got in zip((cos, sin), cos_sin(rope, positions, positions[0] + 1), strict=True):
+        assert torch.equal(want[0, :, :half], got)
+    limits = StepLimits(rows=9, sequences=1, context_tokens=64, page_tokens=16, head_rows=1)
+    table = AngleTables([rope, Rope(2 * half, BASE)], limits, torch.device("cpu"))
+    found = table.of(positions)
+    assert torch.equal(found[rope][0], cos[0, :, :half])
+    assert torch.equal(found[rope][1], sin[0, :, :half])
+    assert torch.equal(found[Rope(2 * half, BASE)][0], table.of(positions[0])[Rope(2 * half, BASE)][0])
+
+
+def test_axes_fit_the_frequencies() -> None:
+    for wrong in ({"axes": (0, 1)}, {"axes": (0,) * 8, "scaling": RopeScaling("dynamic", 2.0, 64)}):
+        with pytest.raises(ValueError, match="axes"):
+            Rope(16, **wrong)

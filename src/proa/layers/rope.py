@@ -17,7 +17,7 @@ def dynamic_lengths(ropes: Iterable[Rope]) -> list[int]:
 
 
 def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [T, dim/2], for rows at `positions` int64 [T].
+    """cos and sin, float32 [T, dim/2], for rows at `positions` int64 [T], or [axes, T] (see Rope.axes).
 
     lengths: int64 [T], max(prompt length, position + 1) of each row, so that angles do not depend on chunking. Only
     dynamic scaling reads it.
@@ -28,8 +28,15 @@ def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
         factor = 1.0
     else:
         freqs, factor = inverse_frequencies(rope)
-    angles = positions[:, None].float() * freqs
+    angles = by_frequency(rope, positions).float() * freqs
     return angles.cos() * factor, angles.sin() * factor
+
+
+def by_frequency(rope: Rope, positions: Tensor) -> Tensor:
+    """The position that each frequency is multiplied with: int64 [T, dim/2], or [T, 1] if it is the same for all."""
+    if positions.dim() == 1:
+        return positions[:, None]
+    return positions[torch.tensor(rope.axes or (0,), device=positions.device)].T
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:

@@ -42,12 +42,21 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding over the first `dim` of each head; interleaved = GPT-J pairs, else half-split."""
+    """Rotary embedding over the first `dim` of each head; interleaved = GPT-J pairs, else half-split.
+
+    axes: for positions along several axes (M-RoPE: time, height, width), the axis of each of the dim / 2 frequencies;
+    empty: one axis. Raises ValueError if `axes` does not fit.
+    """
 
     dim: int
     base: float = 10000.0
     scaling: RopeScaling | None = None
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.axes and (len(self.axes) != self.dim // 2 or self.dynamic):
+            raise ValueError(f"{len(self.axes)} axes for {self.dim // 2} frequencies, or beside dynamic scaling")
 
     @property
     def dynamic(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.batch import Span, StepLimits, positions_of
-from proa.layers.rope import cos_sin
+from proa.layers.rope import by_frequency, cos_sin
 from proa.models.spec import Rope
 
 
@@ -37,9 +37,15 @@ class AngleTables:
             place[:, : angles.shape[1]].copy_(angles)
 
     def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        """cos and sin float32 [T, dim / 2] of each rope; positions int64 [T]."""
-        found = {
-            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
-            for rope, (cos, sin) in self._fixed.items()
-        }
-        return found | {rope: (t[0, : len(positions)], t[1, : len(positions)]) for rope, t in self._changing.items()}
+        """cos and sin float32 [T, dim / 2] of each rope; positions int64 [T], or [axes, T] (see Rope.axes)."""
+        rows = positions.shape[-1]
+        found = {rope: (_looked_up(cos, rope, positions), _looked_up(sin, rope, positions))
+                 for rope, (cos, sin) in self._fixed.items()}  # fmt: skip
+        return found | {rope: (t[0, :rows], t[1, :rows]) for rope, t in self._changing.items()}
+
+
+def _looked_up(table: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Entries [T, dim / 2] of a table [positions, dim / 2]."""
+    if positions.dim() == 1:
+        return table.index_select(0, positions)
+    return table.gather(0, by_frequency(rope, positions).expand(-1, table.shape[1]))
