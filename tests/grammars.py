@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from proa.grammar.compile import compiled
+from proa.grammar.lexicon import Lexicon
 from proa.grammar.matcher import Matcher
 from proa.grammar.thinking import ThinkingMatcher
-from proa.grammar.vocabulary import Lexicon, Vocabulary
+from proa.grammar.vocabulary import Vocabulary
 from proa.text.token_bytes import byte_alphabet
 from proa.types import Constraint, Thinking
 

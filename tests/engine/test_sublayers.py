@@ -232,17 +232,16 @@ def test_step_in_parts(spec: Model, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "factors", "why"),
+    ("blocks", "why"),
     [
-        (MIXERS_ONLY, {}, "an FFN in every block"),
-        ((Block(ATTENTION, PLAIN),), {}, "no MLPs without a gate"),
-        ((Block(ATTENTION, replace(EXPERTS, gating=Gating())),), {}, "no MLPs without a gate"),
-        ((Block(ATTENTION, EXPERTS),), {}, "no experts without a gate"),
-        ((Block(ATTENTION, GATED),), {"residual_factor": 0.5}, "factors of embeddings, residuals or logits"),
+        (MIXERS_ONLY, "an FFN in every block"),
+        ((Block(ATTENTION, PLAIN),), "no MLPs without a gate"),
+        ((Block(ATTENTION, replace(EXPERTS, gating=Gating())),), "no MLPs without a gate"),
+        ((Block(ATTENTION, EXPERTS),), "no experts without a gate"),
     ],
 )
-def test_gpus_refuse(blocks: tuple[Block, ...], factors: dict[str, float], why: str) -> None:
-    spec = Model(HIDDEN, VOCAB, blocks, EPS, 512, **factors)  # type: ignore[arg-type]
+def test_gpus_refuse(blocks: tuple[Block, ...], why: str) -> None:
+    spec = Model(HIDDEN, VOCAB, blocks, EPS, 512)
     with pytest.raises(UsageError, match=why) as caught:
         plan(spec, machine(64, gpu(80)), gpu="0")
     assert caught.value.remedy == "Use --gpu none."

@@ -237,3 +237,11 @@ def test_laws(name: str, as_tokens: bool, data: st.DataObject) -> None:
             assert piece in said, (piece, "".join(pieces))
     for _, arguments in whole.calls:
         assert isinstance(json.loads(arguments, parse_constant=pytest.fail), dict)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_the_header_of_a_call_without_arguments_is_text(finish: FinishReason) -> None:
+    pieces = ["<|channel|>", "commentary to=", "w1w"]
+    words = vocabulary("gpt_oss", THINK_OF.get("gpt_oss", "qwen3"), as_tokens=False)
+    found = parse("gpt_oss", pieces, words, finish=finish, prompt="")
+    assert (found.text, found.reasoning, found.calls) == ("commentary to=w1w", "", ())

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from proa.grammar.vocabulary import Lexicon, bits_of
+from proa.grammar.lexicon import Lexicon, bits_of
 
 
 class Follower(Protocol):

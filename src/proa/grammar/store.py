@@ -11,9 +11,10 @@ from typing import Any
 from llguidance import LLMatcher
 
 from proa.grammar.compile import compiled, follow
+from proa.grammar.lexicon import Lexicon
 from proa.grammar.matcher import Follower, Matcher
 from proa.grammar.thinking import ThinkingMatcher
-from proa.grammar.vocabulary import Lexicon, Vocabulary
+from proa.grammar.vocabulary import Vocabulary
 from proa.types import Constraint, Sampling
 
 MOST_AT_ONCE = 4

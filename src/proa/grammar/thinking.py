@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from proa.grammar.lexicon import Lexicon, bits_of
 from proa.grammar.matcher import Matcher
-from proa.grammar.vocabulary import Lexicon, bits_of
 from proa.types import Thinking
 
 # "before": the answer may still begin its reasoning. "inside": it reasons. "closing": the budget is spent.

@@ -113,9 +113,9 @@ class HarmonyAnswer:
             self._kind = "reasoning" if match["channel"] == "analysis" else "text"
 
     def _show_header(self, *, always: bool = False) -> None:
-        """Make text of what is no header; `always`: of anything."""
+        """Make text of what is no header, or the header of a call without arguments; `always`: of anything."""
         header, self._header, self._kind = self._header, "", "text"
-        if always or not _HEADER.fullmatch(header):
+        if always or not _HEADER.fullmatch(header) or _RECIPIENT.search(header):
             self._say(self._header_text)
 
     def _say(self, text: str) -> None:
