@@ -115,14 +115,17 @@ def names_of(module: str) -> frozenset[str] | None:
     if not file.exists():
         return None
     names = {path.stem for path in folder.iterdir()} if folder.is_dir() else set[str]()
-    for node in ast.walk(ast.parse(file.read_text())):
-        match node:
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        match node := waiting.pop():
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
+                continue  # what is inside cannot be imported
             case ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names.update(alias.asname or alias.name for alias in aliases)
+        waiting += ast.iter_child_nodes(node)
     return frozenset(names)
 
 

@@ -1,7 +1,7 @@
 """What do the server and constraints cost? Medians of pairs, measured in turns on one engine:
 
   streams    tokens/s of 64 streams over HTTP, against the engine's own (its events, without text)
-  first      milliseconds to the first token over HTTP, against the engine's own
+  first      milliseconds to the first token (max_tokens 1) over HTTP, against the engine's own
   masks      tokens/s of 16 streams with a JSON Schema, against 16 without
   compiling  milliseconds that a constraint adds to the first token: a schema seen before, and a new one of 50 KB
 
@@ -33,7 +33,7 @@ from proa.server.run import Shutdown, bind, serve_on
 from proa.types import Constraint, EngineRequest, Sampling, SamplingParams
 
 STREAMS, CONSTRAINED, TOKENS = 64, 16, 64
-SINGLE = 15  # requests of one at a time for each median
+SINGLE = 3  # pairs of single requests per round
 WORDS = "river boat old stone light market window seven under garden letter north quiet copper rain field".split()
 SCHEMA = {"type": "array", "minItems": 40, "items": {"type": "object", "required": ["name", "tags", "size"], "properties": {
     "name": {"type": "string", "minLength": 8, "maxLength": 30}, "size": {"type": "integer"},
@@ -83,7 +83,7 @@ class Probe:
         return answer
 
     async def by_engine(self, requests: int, tokens: int) -> tuple[float, float]:
-        """The same without server, tokenizer and text."""
+        """Seconds to the first token and to the end, of requests sent directly to the engine: no HTTP, no detokenizing."""
         prompts = [self._llm.tokenize(prompt()) for _ in range(requests)]
         began, first = time.perf_counter(), list[float]()
 
@@ -120,7 +120,7 @@ class Probe:
         report("streams", "tokens/s", [STREAMS * TOKENS / s for s in engine], [STREAMS * TOKENS / s for s in http])
 
     async def first(self, rounds: int) -> None:
-        seconds = await in_turns(rounds * SINGLE // 5, lambda: self.by_engine(1, 1), lambda: self.over_http(1, 1))
+        seconds = await in_turns(rounds * SINGLE, lambda: self.by_engine(1, 1), lambda: self.over_http(1, 1))
         engine, http = ([1000 * first for first, _ in each] for each in seconds)
         report("first", "ms", engine, http)
 
@@ -143,7 +143,7 @@ class Probe:
 
 
 def new_schema() -> dict[str, Any]:
-    """A schema of NEW_SCHEMA_BYTES that nobody has seen."""
+    """Make a random schema of NEW_SCHEMA_BYTES, which no cache has."""
     properties: dict[str, Any] = {}
     while len(json.dumps(properties)) < NEW_SCHEMA_BYTES:
         name = "_".join(random.choices(WORDS, k=3)) + str(random.randrange(10**6))

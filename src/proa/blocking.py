@@ -16,6 +16,7 @@ from proa.errors import ShuttingDown, UsageError
 from proa.llm import AsyncLLM, Prompt
 from proa.plan.plan import Plan
 from proa.text.answer import Answer
+from proa.text.merge import all_results
 from proa.text.tokenizer import Tokenizer
 from proa.types import Chat, SamplingParams
 
@@ -172,12 +173,7 @@ async def _generate_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequen
         async with places:
             return await llm.generate(prompt, wanted)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*pair)) for pair in zip(prompts, params, strict=True)]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return await all_results(one(*pair) for pair in zip(prompts, params, strict=True))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -36,7 +36,6 @@ from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams, T
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
-T = TypeVar("T")
 
 _PROMPT_END_TOKENS = 64  # enough to see in which state a prompt leaves its answer
 

@@ -224,7 +224,7 @@ def _sampling_fields() -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(SamplingParams)
 
 
-MOST_LOGPROBS = 100  # alternatives per token; ops/sizes.py has the same limit for the buffers of a GPU
+MOST_LOGPROBS = 100  # alternatives per token; buffers of a GPU have this many
 
 # Parameters that beam search refuses unless None or neutral.
 _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, object], ...] = (

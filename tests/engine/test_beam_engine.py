@@ -24,7 +24,7 @@ TOLERANCE = 2e-4  # of a score: sums of float32 logprobs, computed in another or
 
 
 class InProcess:
-    """`generate` of an EngineHandle over an Engine: whoever waits for an event steps the engine."""
+    """`generate` of an EngineHandle over an Engine, which runs a step whenever an event is waited for."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

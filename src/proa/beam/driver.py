@@ -7,7 +7,6 @@ tokens per beam again (more for models with recurrent states, which continue fro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import msgspec
 from proa.beam.search import Beam, BeamRules, BeamSearch, Candidates
 from proa.engine.processes.handle import EngineHandle
 from proa.errors import EngineDead, QueueFull
+from proa.text.merge import all_results
 from proa.types import EngineRequest, Sampling, SamplingParams, TokenEvent
 
 QUEUE_RETRY_S = 0.05
@@ -52,7 +52,7 @@ async def beam_search(engine: EngineHandle, request: EngineRequest, params: Samp
     search, step, cached = BeamSearch(rules), 0, None
     while search.live:
         requests = [_request(request, sampling, step, i, beam) for i, beam in enumerate(search.live)]
-        events = await _step(engine, requests, waits=step > 0)
+        events = await all_results(_token(engine, each, waits=step > 0) for each in requests)
         cut_off = next((event for event in events if event.finish in ("abort", "error")), None)
         if cut_off is not None:
             return [Found(TokenEvent(id=request.id, finish=cut_off.finish, error=cut_off.error), None)] * params.n
@@ -68,16 +68,6 @@ def _request(source: EngineRequest, sampling: Sampling, step: int, index: int, b
     return msgspec.structs.replace(
         source, id=f"{source.id}-{step}-{index}", tokens=[*source.tokens, *beam.tokens], sampling=sampling, group=""
     )
-
-
-async def _step(engine: EngineHandle, requests: Sequence[EngineRequest], *, waits: bool) -> list[TokenEvent]:
-    """Generate one token for each request. The first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_token(engine, request, waits=waits)) for request in requests]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 async def _token(engine: EngineHandle, request: EngineRequest, *, waits: bool) -> TokenEvent:

@@ -13,7 +13,7 @@ from proa.grammar.lexicon import Lexicon, bits_of
 
 
 class Follower(Protocol):
-    """Follows one answer, and tells the tokens that may come next."""
+    """Tracks one answer and computes which tokens may come next."""
 
     @property
     def fault(self) -> str:

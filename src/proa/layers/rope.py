@@ -28,15 +28,14 @@ def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
         factor = 1.0
     else:
         freqs, factor = inverse_frequencies(rope)
-    angles = by_frequency(rope, positions).float() * freqs
+    own = positions[:, None] if positions.dim() == 1 else positions[axes_of(rope)].T  # [T, dim/2], or one for all
+    angles = own.float() * freqs
     return angles.cos() * factor, angles.sin() * factor
 
 
-def by_frequency(rope: Rope, positions: Tensor) -> Tensor:
-    """The position that each frequency is multiplied with: int64 [T, dim/2], or [T, 1] if it is the same for all."""
-    if positions.dim() == 1:
-        return positions[:, None]
-    return positions[torch.tensor(rope.axes or (0,), device=positions.device)].T
+def axes_of(rope: Rope) -> Tensor:
+    """The axis of the position that each frequency is multiplied with: int64 [dim/2]."""
+    return torch.tensor(rope.axes or (0,) * (rope.dim // 2))
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:

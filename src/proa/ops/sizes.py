@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from proa.types import MOST_LOGPROBS as MOST_LOGPROBS  # as a request may ask for
+
 # Decode graphs: the sequences of a step are padded up to the next of these sizes. Padding rows read no expert weights
 # and no KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -27,9 +29,9 @@ FAULT_COLUMNS = 3  # int32 columns of a row's fault record before its experts' i
 ADDRESSES = 4  # int64 per expert in the residency tables, besides one int32 (its CPU number)
 
 # Sampler: logits per program, bins of log-weights, most candidates of a top-k/top-p cut; most edited logits of a step
-# and int32 words of each; most top logprobs per row.
+# and int32 words of each.
 LOGIT_COLUMNS, LOGIT_BINS, MOST_KEPT = 2048, 512, 16384
-MOST_EDITS, EDIT_WORDS, MOST_LOGPROBS = 120_000, 5, 100
+MOST_EDITS, EDIT_WORDS = 120_000, 5
 
 
 def buckets(most: int) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ class Unsummed(Protocol):
     """The pending output of a MoE layer, whose sum is fused with the residual add by the next op."""
 
     def scaled(self, factor: float) -> Unsummed:
-        """The same times `factor` (a model's residual factor)."""
+        """Return this sum multiplied by `factor`, the model's residual factor."""
 
     def total(self) -> Tensor:
         """The layer's output [T, H] alone: with several ranks, what `join` sums before the residual add."""

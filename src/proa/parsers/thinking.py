@@ -22,5 +22,5 @@ def describe(
         end=reasoning.close,
         calls=() if answers.calls is None or not has_tools else answers.calls.openings,
         budget=budget,
-        closing=tuple(encode(reasoning.closing)),
+        closing=() if budget is None else tuple(encode(reasoning.closing)),
     )

@@ -27,8 +27,7 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             scores[token] += bias
         if row.delays_end:
             scores[[*row.sampling.eos_token_ids, *row.sampling.stop_token_ids]] = -torch.inf
-        mask = None if row.matcher is None else row.matcher.mask(row.tokens, row.num_prompt)
-        if mask is not None:
+        if (mask := row.mask()) is not None:
             _forbid(scores, mask)
     return out
 

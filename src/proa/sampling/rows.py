@@ -7,6 +7,8 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from proa.grammar.matcher import Follower
 from proa.types import Sampling
@@ -69,8 +71,12 @@ class Row(msgspec.Struct):
         """True if the row takes the argmax `token` of the unmodified logits: greedy, and the constraint allows it."""
         if self.takes_argmax or self.matcher is None or self.is_adjusted or self.sampling.temperature > 0.0:
             return self.takes_argmax
-        mask = self.matcher.mask(self.tokens, self.num_prompt)
+        mask = self.mask()
         return mask is None or bool(mask[token // 32] >> (token % 32) & 1)
+
+    def mask(self) -> NDArray[np.int32] | None:
+        """Return the tokens that may come next (see Follower.mask); None: all."""
+        return None if self.matcher is None else self.matcher.mask(self.tokens, self.num_prompt)
 
     def uniform(self) -> float:
         """Return the random number in [0, 1) for the next token. It depends only on the seed and the position in the

@@ -48,13 +48,7 @@ _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
     *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
-    *(
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "priority",
-        "cache_salt",
-    ),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt"),
     *("response_format", "structured_outputs", "structural_tag", "regex", "ebnf", "grammar", "json_schema"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from proa.types import SAMPLING_RANGES
 
@@ -52,14 +53,13 @@ _OF_CLASS: dict[type[ApiRequest], dict[str, Any]] = {
     CompletionRequest: {"prompt": _PROMPT, "logit_bias": _BIAS},
     TokenizeRequest: {"messages": {**_MESSAGES, "type": ["array", "null"]}, "tools": _TOOLS},
     DetokenizeRequest: {"tokens": _TOKEN_IDS},
+    ResponsesRequest: {"input": _INPUT},
 }
-_OF_NAME: dict[str, dict[str, Any]] = {"input": _INPUT}
 
 
 def refine(schema: type[ApiRequest], properties: dict[str, Any]) -> None:
     """Replace the descriptions of fields whose forms are known in more detail, and add ranges to numbers."""
-    forms = {**_OF_NAME, **_OF_CLASS.get(schema, {})}
-    properties.update({name: forms[name] for name in forms if name in properties})
+    properties.update(_OF_CLASS.get(schema, {}))
     for name, low, high in SAMPLING_RANGES:
         for form in _numbers(properties.get(name, {})):
             form.update(minimum=low, maximum=high)

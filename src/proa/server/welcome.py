@@ -8,18 +8,13 @@ import shlex
 from proa.config.options import ServerOptions
 
 
-def _where(url: str, options: ServerOptions) -> str:
-    """Return the flags of `proa launch` for this server: none at the default port without a key."""
-    port = url.rpartition(":")[2]
-    flags = [] if port == str(ServerOptions().port) else [f" --port {port}"]
-    needs_key = bool(options.api_key or options.api_key_file)
-    return "".join([*flags, " --api-key $PROA_API_KEY"] if needs_key else flags)
-
-
 def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     """Return commands and settings to paste into common clients; the API key itself is never shown."""
     needs_key = bool(options.api_key or options.api_key_file)
     key = "$PROA_API_KEY" if needs_key else "none"
+    port = url.rpartition(":")[2]
+    where = "" if port == str(ServerOptions().port) else f" --port {port}"  # flags of `proa launch`
+    where += " --api-key $PROA_API_KEY" if needs_key else ""
     authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if needs_key else ""
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
     lines = [
@@ -36,7 +31,7 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         "  Ollama clients",
         f"    export OLLAMA_HOST={url}",
         "  Coding agents (docs/agents.md has others)",
-        f"    proa launch claude {model_name}{_where(url, options)}    (or codex, opencode)",
+        f"    proa launch claude {model_name}{where}    (or codex, opencode)",
     ]
     if needs_key:
         lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")

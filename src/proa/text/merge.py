@@ -1,14 +1,16 @@
-"""Merges several async streams of chunks into one."""
+"""Runs several requests at once: their streams of chunks as one, or all their results."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from proa.types import Chunk
 
 Chunks = AsyncGenerator[Chunk, None]
+T = TypeVar("T")
 
 
 async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:
@@ -37,3 +39,13 @@ async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_results(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once and return their results in order. The first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.batch import Span, StepLimits, positions_of
-from proa.layers.rope import by_frequency, cos_sin
+from proa.layers.rope import axes_of, cos_sin
 from proa.models.spec import Rope
 
 
@@ -21,6 +21,7 @@ class AngleTables:
         self._fixed = {
             rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
         }
+        self._axes = {rope: axes_of(rope).to(device) for rope in self._fixed}
         self._changing = {
             rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
         }
@@ -39,13 +40,12 @@ class AngleTables:
     def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin float32 [T, dim / 2] of each rope; positions int64 [T], or [axes, T] (see Rope.axes)."""
         rows = positions.shape[-1]
-        found = {rope: (_looked_up(cos, rope, positions), _looked_up(sin, rope, positions))
-                 for rope, (cos, sin) in self._fixed.items()}  # fmt: skip
+        found = {rope: self._looked_up(rope, positions) for rope in self._fixed}
         return found | {rope: (t[0, :rows], t[1, :rows]) for rope, t in self._changing.items()}
 
-
-def _looked_up(table: Tensor, rope: Rope, positions: Tensor) -> Tensor:
-    """Entries [T, dim / 2] of a table [positions, dim / 2]."""
-    if positions.dim() == 1:
-        return table.index_select(0, positions)
-    return table.gather(0, by_frequency(rope, positions).expand(-1, table.shape[1]))
+    def _looked_up(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._fixed[rope]
+        if positions.dim() == 1:
+            return cos.index_select(0, positions), sin.index_select(0, positions)
+        own = positions[self._axes[rope]].T  # [T, dim / 2]
+        return cos.gather(0, own), sin.gather(0, own)

@@ -139,8 +139,7 @@ class _Inputs:
             self._floats[:, job] = inverse_of(s.temperature), row.uniform(), s.top_p, s.min_p
             self._ints[:4, job] = i, _kind(row), min(s.top_k or NO_TOP_K, NO_TOP_K), floor_of(s.min_p)
             self._ints[5, job] = -1
-            mask = None if row.matcher is None else row.matcher.mask(row.tokens, row.num_prompt)
-            if mask is not None:
+            if (mask := row.mask()) is not None:
                 words[num_masks], self._ints[5, job] = mask, num_masks
                 num_masks += 1
         self._ints[4, : len(explained)] = explained
