@@ -196,6 +196,11 @@ def test_conflicting_fields_are_refused_by_name(tokenizer: Tokenizer, path: str,
     assert param in error["message"]
 
 
+def test_a_budget_of_reasoning_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    response = post(tokenizer, CHAT, json={"messages": USER, **BEAMS, "thinking_token_budget": 5})
+    assert (response.status_code, check_shape(response)["param"]) == (400, "thinking_token_budget")
+
+
 def test_neutral_values_pass(tokenizer: Tokenizer) -> None:
     neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1}
     body = {"messages": USER, **BEAMS, **neutral, "logit_bias": {}, "stop": [], "max_tokens": 4}

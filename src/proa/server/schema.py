@@ -232,6 +232,12 @@ class ChatRequest(SampledRequest):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ.", "Send only one of them.", param="max_tokens"
             )
+        if self.use_beam_search and self.thinking_token_budget is not None:
+            raise RequestError(
+                "thinking_token_budget is given beside use_beam_search, which reads no text.",
+                "Send only one of them.",
+                param="thinking_token_budget",
+            )
         if self.functions is not None and self.tools is not None:
             raise RequestError("functions and tools are both given.", "Send tools only.", param="functions")
         if self.continue_final_message and self.add_generation_prompt:
