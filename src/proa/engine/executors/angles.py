@@ -21,7 +21,7 @@ class AngleTables:
         self._fixed = {
             rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
         }
-        self._axes = {rope: axes_of(rope).to(device) for rope in self._fixed}
+        self._axes = {rope: axes_of(rope).to(device) for rope in self._fixed if rope.axes}
         self._changing = {
             rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
         }
@@ -45,7 +45,8 @@ class AngleTables:
 
     def _looked_up(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._fixed[rope]
-        if positions.dim() == 1:
-            return cos.index_select(0, positions), sin.index_select(0, positions)
-        own = positions[self._axes[rope]].T  # [T, dim / 2]
-        return cos.gather(0, own), sin.gather(0, own)
+        if positions.dim() == 2 and rope.axes:
+            own = positions[self._axes[rope]].T  # [T, dim / 2]
+            return cos.gather(0, own), sin.gather(0, own)
+        one = positions if positions.dim() == 1 else positions[0]
+        return cos.index_select(0, one), sin.index_select(0, one)
