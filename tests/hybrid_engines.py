@@ -17,11 +17,13 @@ from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
-from proa.hybrid.model import HybridModel, Parts, Placement
+from proa.hybrid.model import HybridModel, Parts, Placement, PromptParts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
+from proa.hybrid.uploads import GpuUploads, HostUploads, Uploads
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
 from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Way
@@ -34,17 +36,22 @@ from proa.ops.staging import DeviceRows, Staging
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
+RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at first
+
 
 @dataclass(frozen=True)
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
-    has a copy of them as well."""
+    has a copy of them as well. prefill: a word of streaming.PREFILL, with a ring of ring_bytes; None: prompts are not
+    streamed."""
 
     share: float
     inclusive: bool = False
     spare: int = 0
     in_place: bool = False
     way: Way = Way.NUMBER
+    prefill: str | None = None
+    ring_bytes: int = 1 << 20
 
     def placement(self, spec: Model) -> Placement:
         owners = {}
@@ -120,16 +127,19 @@ def load_split(
             experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces, faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
-        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if cuda and split.in_place else None
+        pinned = cuda and (split.in_place or split.prefill is not None)
+        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if pinned else None
         rates = InPlaceRates(1.0, 0.0) if split.in_place else None  # shares are set by tests
-        hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
+        prompts = None if split.prefill is None else PromptParts(_uploads(at), split.ring_bytes, RATES, split.prefill)
+        parts = Parts(experts, transport, copiers or (lambda: _copiers(at)), rates, prompts)
+        hybrid.bind(limits.rows, chosen, parts, limits.pass_rows)
         if keep is not None:
             keep.append(Kept(hybrid, registered, model))
         caches = allocate_pool(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
         if not cuda:
-            return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True)
+            return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True, chunk_rows=limits.rows)
         queue = _cuda("engine.executors.device_queue").CudaQueue(at)
         graphs = _cuda("engine.executors.graphs")
         executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queue, device_ops, hybrid)
@@ -142,6 +152,10 @@ def _copiers(device: torch.device) -> Copiers:
     if device.type == "cuda":
         return Copiers(GpuCopier(device), GpuCopier(device))
     return Copiers(HostCopier(), HostCopier())
+
+
+def _uploads(device: torch.device) -> Uploads:
+    return GpuUploads(device) if device.type == "cuda" else HostUploads()
 
 
 def _cuda(module: str) -> object:

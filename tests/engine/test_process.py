@@ -225,7 +225,7 @@ def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
     """Each MoE layer of each step is one job, since the CPU has all experts."""
     options = EngineOptions(
         model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
-        gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="none"),
+        gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="none", prefill="cpu"),
     )  # fmt: skip
     plan = prepare(str(folder), options).plan
     assert plan.gpu is not None

@@ -161,7 +161,7 @@ def test_logits_and_sampler(running: int, vocab: int) -> None:
 
 @pytest.mark.parametrize(("rows", "top_k"), [(1, 1), (512, 8), (4096, 10)])
 def test_fault_records(rows: int, top_k: int) -> None:
-    assert device_bytes(FaultRecords(rows, top_k, META)) == sizes.fault_bytes(rows, top_k)
+    assert device_bytes(FaultRecords(rows, rows, top_k, META)) == sizes.fault_bytes(rows, top_k)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "width"), [(8, 2, 48), (128, 8, 768), (512, 10, 512), (64, 6, 1408)])
@@ -202,7 +202,7 @@ def test_the_planned_demand_covers_all_buffers(mixer: Any, running: int) -> None
     held = device_bytes(
         [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)],
         DeviceInputs(of.rows, running, pages, rows_each=0, device=META), AngleTables(spec.ropes, of, META),
-        DeviceSampler(running, spec.vocab, META, OPS, logprobs), FaultRecords(of.rows, 8, META),
+        DeviceSampler(running, spec.vocab, META, OPS, logprobs), FaultRecords(of.rows, of.rows, 8, META),
         expert_space(of.rows, 8, 128, ExpertShape(2048, 768), META),
     )  # fmt: skip
     held += -on_host(logprobs) + 3 * 4 * of.head_rows * spec.vocab + 2 * of.rows * spec.hidden

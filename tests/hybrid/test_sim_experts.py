@@ -31,5 +31,5 @@ def test_sums_do_not_depend_on_addresses(monkeypatch: pytest.MonkeyPatch) -> Non
     sums = []
     for addresses in permutations((64, 128, 192)):
         at = Located(ids, torch.tensor([addresses]), torch.tensor([addresses]), torch.full_like(ids, -1))
-        sums.append(experts.finish(experts.start(x, at), x, at, weights, Added()))
+        sums.append(experts.finish(experts.start(x, at, weights), x, at, weights, Added()))
     assert all(torch.equal(each, sums[0]) for each in sums)

@@ -57,7 +57,7 @@ class Sums:
 def test_the_source_is_named(
     what: str, source: str, value: float, column: int, rng: torch.Generator, device: torch.device
 ) -> None:
-    sums, records = Sums(rng, device), FaultRecords(TOKENS + 1, TOP_K, device)
+    sums, records = Sums(rng, device), FaultRecords(TOKENS + 1, TOKENS + 1, TOP_K, device)
     assert sums.combine(records.of(6)).isfinite().all()
     assert records.take(TOKENS) == []
     sums.spoil(what, 3, value, column)
@@ -70,7 +70,7 @@ def test_the_source_is_named(
 
 @pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, of the interpreter
 def test_several_rows_and_sources(rng: torch.Generator, device: torch.device) -> None:
-    sums, records = Sums(rng, device), FaultRecords(TOKENS, TOP_K, device)
+    sums, records = Sums(rng, device), FaultRecords(TOKENS, TOKENS, TOP_K, device)
     for what in ("0", "2", "cpu"):
         sums.spoil(what, 1, float("nan"), 9)
     sums.combine(records.of(0))
@@ -85,7 +85,7 @@ def test_several_rows_and_sources(rng: torch.Generator, device: torch.device) ->
 
 
 def test_padding_rows_are_not_recorded(rng: torch.Generator, device: torch.device) -> None:
-    sums, records = Sums(rng, device), FaultRecords(TOKENS, TOP_K, device)
+    sums, records = Sums(rng, device), FaultRecords(TOKENS, TOKENS, TOP_K, device)
     sums.ids[2], sums.address[2] = -1, 0
     sums.spoil("shared", 2, float("nan"), 0)
     assert not sums.combine(records.of(0)).isfinite().all()
@@ -94,9 +94,9 @@ def test_padding_rows_are_not_recorded(rng: torch.Generator, device: torch.devic
 
 def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device) -> None:
     sums = Sums(rng, device)
-    for records in (FaultRecords(TOKENS - 1, TOP_K, device), FaultRecords(TOKENS, TOP_K + 1, device)):
+    for records in (FaultRecords(TOKENS - 1, TOKENS - 1, TOP_K, device), FaultRecords(TOKENS, TOP_K + 1, device)):
         with pytest.raises(ValueError, match="records must be"):
             sums.combine(records.of(0))
     sums.x = sums.x[:, :-1]
     with pytest.raises(ValueError, match="and x"):
-        sums.combine(FaultRecords(TOKENS, TOP_K, device).of(0))
+        sums.combine(FaultRecords(TOKENS, TOKENS, TOP_K, device).of(0))

@@ -233,6 +233,12 @@ class GpuOptions:
         "auto: as many as finish at the same time, if the CPU leaves RAM bandwidth",
         choices=("auto", "off"),
     )
+    prefill: str = option(
+        "auto",
+        help="what computes prompts with the experts in RAM; cpu: the CPU; stream: the GPU, to which as many are "
+        "copied as its ring holds; auto: both, divided so that they end at the same time",
+        choices=("auto", "cpu", "stream"),
+    )
     read_ahead: str = option(
         "auto",
         help="let CPU workers that wait for the GPU prefetch the next layer's predicted experts into their caches, in "

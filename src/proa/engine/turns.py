@@ -41,12 +41,13 @@ class NoTurns:
 class PrefillTurns:
     """Holds at most one prefill step. All calls come from one thread."""
 
-    def __init__(self, runner: Runner, share: float) -> None:
-        """share: fraction of the time for prefill. Raises ValueError if it is not between 0 and 1."""
+    def __init__(self, runner: Runner, share: float, *, passes: bool = False) -> None:
+        """share: fraction of the time for prefill. passes: prefill steps are as long as the plan allows, since their
+        blocks are computed in chunks. Raises ValueError if the share is not between 0 and 1."""
         if not 0 < share < 1:
             raise ValueError(f"the share of prefill is {share}, but must be between 0 and 1")
         self._runner, self._share, self._owed = runner, share, 0.0
-        self.most_tokens: int | None = LEAST_TOKENS  # limit of the next prefill step, in turns or not
+        self.most_tokens: int | None = None if passes else LEAST_TOKENS  # limit of the next prefill step
         self._blocks = len(runner.executor.spec.blocks)
         self._flight: Flight | None = None
         self._done = False
@@ -74,7 +75,9 @@ class PrefillTurns:
     def learn(self, flight: Flight, seconds: float) -> None:
         """Adapt most_tokens to a prefill step that took this long; 0: unknown."""
         plan = flight.plan
-        if seconds and plan.items[-1].num_tokens > 1 and plan.num_tokens >= GRAIN_TOKENS:
+        if self.most_tokens is None or not seconds:
+            return
+        if plan.items[-1].num_tokens > 1 and plan.num_tokens >= GRAIN_TOKENS:
             self.most_tokens = fitting_tokens(plan.num_tokens, seconds / self._blocks)
 
     def finish(self) -> None:

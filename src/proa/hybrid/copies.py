@@ -72,14 +72,18 @@ class HostCopier:
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._rate = bytes_per_s
-        self._waiting: queue.SimpleQueue[tuple[Pairs, _Flag] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Sequence[tuple[int, int, int]], HostCopy] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="simulated-pcie", daemon=True)
         self._thread.start()
 
     def start(self, pairs: Pairs) -> Copy:
-        flag = _Flag()
-        self._waiting.put((pairs, flag))
-        return flag
+        return self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
+
+    def start_spans(self, spans: Sequence[tuple[int, int, int]]) -> HostCopy:
+        """Start copies between addresses: (to, from, bytes)."""
+        copy = HostCopy()
+        self._waiting.put((spans, copy))
+        return copy
 
     def close(self) -> None:
         self._waiting.put(None)
@@ -88,21 +92,25 @@ class HostCopier:
     def _work(self) -> None:
         free_s = time.perf_counter()  # when the simulated link has finished all copies so far
         while (job := self._waiting.get()) is not None:
-            pairs, flag = job
-            free_s = max(free_s, time.perf_counter())
-            for to, source in pairs:
-                for at in range(0, to.nbytes, _CHUNK_BYTES):
-                    nbytes = min(_CHUNK_BYTES, to.nbytes - at)
-                    ctypes.memmove(to.data_ptr() + at, source.data_ptr() + at, nbytes)
+            spans, copy = job
+            began_s = time.perf_counter()
+            free_s = max(free_s, began_s)
+            for to, source, total_bytes in spans:
+                for at in range(0, total_bytes, _CHUNK_BYTES):
+                    nbytes = min(_CHUNK_BYTES, total_bytes - at)
+                    ctypes.memmove(to + at, source + at, nbytes)
                     if self._rate is not None:
                         free_s += nbytes / self._rate
                         time.sleep(max(0.0, free_s - time.perf_counter()))
-            flag.arrived.set()
+            copy.seconds = time.perf_counter() - began_s
+            copy.arrived.set()
 
 
-class _Flag:
+class HostCopy:
+    """seconds: duration of the copy, once it is done."""
+
     def __init__(self) -> None:
-        self.arrived = threading.Event()
+        self.arrived, self.seconds = threading.Event(), 0.0
 
     def done(self) -> bool:
         return self.arrived.is_set()

@@ -21,11 +21,12 @@ class Fault:
 
 
 class FaultRecords:
-    """Records for steps of up to `rows` rows with `top_k` experts each, and a second set for a step in parts, since
-    other steps run between its parts."""
+    """Records for steps of up to `rows` rows with `top_k` experts each, and a second set for a step in parts of up to
+    `rows_in_parts` rows, since other steps run between its parts."""
 
-    def __init__(self, rows: int, top_k: int, device: torch.device) -> None:
-        self._of_steps, self._of_parts = torch.zeros(2, rows, IDS + top_k, dtype=torch.int32, device=device)
+    def __init__(self, rows: int, rows_in_parts: int, top_k: int, device: torch.device) -> None:
+        self._of_steps = torch.zeros(rows, IDS + top_k, dtype=torch.int32, device=device)
+        self._of_parts = torch.zeros(rows_in_parts, IDS + top_k, dtype=torch.int32, device=device)
         self._notes = Notes(self._of_steps)
 
     def of(self, layer: int) -> LayerFaults:
@@ -33,10 +34,10 @@ class FaultRecords:
         return LayerFaults(self._notes, layer)
 
     @contextmanager
-    def of_parts(self) -> Iterator[None]:
-        """Within the context, launches and `take` use the records of the step in parts. A graph captured within it
-        must not outlive it."""
-        self._notes.records = self._of_parts
+    def of_parts(self, first_row: int = 0) -> Iterator[None]:
+        """Within the context, launches and `take` use the records of the step in parts, launches from `first_row` on.
+        A graph captured within it must not outlive it."""
+        self._notes.records = self._of_parts[first_row:]
         try:
             yield
         finally:

@@ -125,12 +125,14 @@ class GpuExperts:
     def locate(self, ids: Tensor) -> Located:
         return self._ops.locate(ids, self.residency)
 
-    def start(self, x: Tensor, at: Located) -> Tensor:
+    def start(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
         self._ops.experts(x, at, self._shape, self._space, self._biases, in_pieces=self._in_pieces)
         return self._space.partial
 
     def waits(self, x: Tensor) -> Bell | None:
         return self.residency.bell if self._ops.sums_beside_bell(*x.shape) else None
 
-    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Unsummed:
-        return self._ops.sum_experts(started, weights, at, added, self._faults, x)
+    def finish(
+        self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added
+    ) -> Unsummed:  # fmt: skip
+        return self._ops.sum_experts(self._space.partial, weights, at, added, self._faults, x)

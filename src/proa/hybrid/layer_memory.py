@@ -118,6 +118,16 @@ class LayerMemory:
         up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
         return up, down
 
+    def places(self, number: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Address and bytes of each piece of an expert in RAM, in panel order: (gate and up, down)."""
+        if self.stacks is None:
+            raise ValueError("RAM has no expert of this layer")
+        up, down = (
+            [(piece.address, piece.nbytes) for piece in stack.pieces(number)]
+            for stack in (self.stacks.up, self.stacks.down)
+        )
+        return up, down
+
     def addresses(self, number: int) -> tuple[int, int]:
         """Tagged addresses (ops/pieces.py) of an expert in RAM, for the device's kernels: (gate and up, down)."""
         if self.stacks is None:

@@ -4,8 +4,8 @@ assembling the parts, and their order around each step. Never: decisions, kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,14 @@ from proa.hybrid.counting import Counting
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
+from proa.hybrid.ring import Ring
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
+from proa.hybrid.streaming import Asked, Streaming
 from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
+from proa.hybrid.uploads import Uploads
 from proa.machine.cost.co_fetch import InPlaceRates, update_is_due
+from proa.machine.cost.prefill import PrefillRates
 from proa.models.spec import SILU, Gating, Mlp
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
@@ -51,6 +55,16 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class PromptParts:
+    """What passes of prompts need. ring_bytes: of VRAM; rates: at first, measured later."""
+
+    uploads: Uploads
+    ring_bytes: int
+    rates: PrefillRates
+    mode: str  # a word of streaming.PREFILL
+
+
+@dataclass(frozen=True)
 class Parts:
     """The parts that differ between a GPU and a simulated one."""
 
@@ -58,6 +72,7 @@ class Parts:
     transport: NewTransport
     copiers: Callable[[], Copiers]
     in_place: InPlaceRates | None = None  # None: the GPU does not read experts in RAM
+    prompts: PromptParts | None = None  # None: the CPU computes its experts for prompts too
 
 
 class HybridModel:
@@ -72,6 +87,8 @@ class HybridModel:
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
         self.tables: Tables | None = None
+        self.streaming: Streaming | None = None
+        self._pass_launch = 0  # the last launch of the last pass
         self._launched = 0  # steps, and how many of those have ended
         self._ended = 0
 
@@ -96,8 +113,9 @@ class HybridModel:
         """The MoE layers, in the model's order."""
         return [self._made[block] for block in sorted(self._made)]
 
-    def bind(self, most_tokens: int, top_k: int, parts: Parts) -> None:
-        """Bind the layers, after loading. Jobs have up to `most_tokens` rows with `top_k` experts each."""
+    def bind(self, most_tokens: int, top_k: int, parts: Parts, pass_tokens: int = 0) -> None:
+        """Bind the layers, after loading. Jobs have up to `most_tokens` rows with `top_k` experts each; steps in parts
+        have up to pass_tokens rows, if that is more."""
         layers = self.layers
         memories = [layer.memory for layer in layers]
         shared = [memory for memory in memories if memory.cpu_computes]
@@ -113,7 +131,7 @@ class HybridModel:
         self.tables = Tables(memories, self._device, counted=counted, in_place=reads is not None)
         if reads is not None:
             self.co_fetch = CoFetch(reads, IN_PLACE_PAIRS)
-        self._faults = FaultRecords(most_tokens, top_k, self._device)
+        self._faults = FaultRecords(most_tokens, max(most_tokens, pass_tokens), top_k, self._device)
         called = 0  # layers of the doorbell so far
         for number, (layer, residency) in enumerate(zip(layers, self.tables.residency, strict=True)):
             transport = self.transport if layer.memory.cpu_computes else None
@@ -121,6 +139,8 @@ class HybridModel:
             device = parts.experts(layer.memory, replace(residency, bell=bell), self._faults.of(number))
             layer.bind(device, transport, called)
             called += transport is not None
+        if parts.prompts is not None:
+            self._bind_passes(parts, parts.prompts, top_k)
         if not counted:
             return
         copiers = parts.copiers()
@@ -129,11 +149,42 @@ class HybridModel:
         if spare:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
 
+    def _bind_passes(self, parts: Parts, prompts: PromptParts, top_k: int) -> None:
+        memories, tables, faults = [layer.memory for layer in self.layers], self.tables, self._faults
+        if tables is None or faults is None:
+            raise ValueError("passes need tables and fault records")
+        ring = Ring(memories, prompts.ring_bytes, self._device)
+        asked = Asked(prompts.mode, top_k)
+        self.streaming = streaming = Streaming(memories, tables, ring, prompts.uploads, prompts.rates, asked)
+        for number, (layer, residency) in enumerate(zip(self.layers, streaming.overlay.residency, strict=True)):
+            if layer.memory.cpu_computes and self.transport is not None:
+                residency = replace(residency, bell=self.transport.bell(layer.layer))
+                layer.stream(parts.experts(layer.memory, residency, faults.of(number)), streaming)
+
+    def begin_pass(self, tokens: int, chunks: int) -> None:
+        """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
+        a time."""
+        if self.streaming is not None:
+            heat = None if self.moves is None else self.moves.heat.heat
+            self.streaming.begin(tokens, chunks, heat, self.counters())
+
+    def end_pass(self) -> None:
+        """The step in parts was launched whole, or was given up after all launches ended."""
+        if self.streaming is not None:
+            self.streaming.end()
+            self._pass_launch = self._launched
+            if self._ended == self._launched:
+                self.streaming.measure(self.counters())
+
+    @property
+    def _in_pass(self) -> bool:
+        return self.streaming is not None and self.streaming.under_way
+
     def begin(self) -> None:
         """Prepare the launch of a step on the current stream. Other steps may be in flight: each needs its own `end`,
         in launch order."""
         self._launched += 1
-        if self.moves is not None:
+        if self.moves is not None and not self._in_pass:  # the tables of a pass stay as they are
             self.moves.before(self._launched, self._ended)
         if self.tables is not None:
             self._balance(self.tables)
@@ -152,7 +203,7 @@ class HybridModel:
         """After a launch, while the device computes: read counts and start moves."""
         seen = None if self.counting is None else self.counting.look()
         if self.moves is not None:
-            self.moves.meanwhile(seen)
+            self.moves.meanwhile(seen, may_start=not self._in_pass)
 
     def end(self) -> None:
         """The device has finished the oldest step in flight. Raises what failed on the CPU."""
@@ -160,6 +211,8 @@ class HybridModel:
         if self.transport is not None:
             self.transport.disarm()
             self.transport.check()
+        if self.streaming is not None and self._ended == self._pass_launch:
+            self.streaming.measure(self.counters())
 
     def counters(self) -> Counters:
         """The doorbell's counters since the start, with hits and moved bytes if choices are counted."""
@@ -171,6 +224,8 @@ class HybridModel:
 
     def close(self) -> None:
         """Finish all copies. No step may be under way."""
+        if self.streaming is not None:
+            self.streaming.close()
         if self.moves is not None:
             self.moves.close()
         if self.counting is not None:
@@ -180,6 +235,13 @@ class HybridModel:
         """Return non-finite rows among the first `rows` of the steps since the last call, and where each began."""
         return [] if self._faults is None else self._faults.take(rows)
 
-    def in_parts(self) -> AbstractContextManager[None]:
-        """Within the context, launches and `faults` belong to a step in parts: other steps run between its parts."""
-        return nullcontext() if self._faults is None else self._faults.of_parts()
+    @contextmanager
+    def in_parts(self, first_row: int = 0) -> Iterator[None]:
+        """Within the context, launches and `faults` belong to a step in parts, launches to its rows from `first_row`
+        on: other steps run between its parts."""
+        with ExitStack() as stack:
+            if self._faults is not None:
+                stack.enter_context(self._faults.of_parts(first_row))
+            if self.streaming is not None:
+                stack.enter_context(self.streaming.launching())
+            yield

@@ -104,14 +104,15 @@ class Moves:
                 self._spare[size].append(slot)
         self._left = [left for left in self._left if not self._unread(left[0])]
 
-    def meanwhile(self, seen: Seen | None) -> None:
-        """Update heat and start copies, beside steps in flight. seen: choices since the last call."""
-        for move in self._moves:
+    def meanwhile(self, seen: Seen | None, *, may_start: bool = True) -> None:
+        """Update heat and, if they may start, start copies, beside steps in flight. seen: choices since the last
+        call."""
+        for move in self._moves if may_start else ():
             if move.copy is None and move.came is not None and self._unread(move.came):
                 move.copy = self._copier.start(self._out_pairs(move))
         if seen is not None:
             self.heat.observe(seen.chosen, seen.tokens, self._resident)
-        if not any(self._spare.values()):
+        if not may_start or not any(self._spare.values()):
             return
         room = {size: len(slots) for size, slots in self._spare.items()}
         for swap in swaps_with_room(self.heat.swaps(self._resident, self._movable), self._size, room):

@@ -21,11 +21,12 @@ _LIBRARY = "libcuda.so.1"
 @dataclass
 class Registered:
     """Registered RAM. in_place: kernels can read it at its host addresses. why: how long registering took, or the
-    driver's error."""
+    driver's error. complete: all of it was registered."""
 
     spans: list[tuple[int, int]]
     in_place: bool
     why: str
+    complete: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +53,9 @@ def register(spans: Sequence[tuple[int, int]], device: torch.device) -> Register
         place, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
         if code := cuda.cuMemHostRegister_v2(place, size, _PORTABLE | _MAPPED):
             left = sum(size for _, size in spans) - sum(size for _, size in done)
-            return Registered(done, False, f"the driver refused {format_bytes(left)}: {_name(cuda, code)}")
+            return Registered(
+                done, False, f"the driver refused {format_bytes(left)}: {_name(cuda, code)}", complete=False
+            )
         done.append((address, nbytes))
         seen = ctypes.c_uint64()
         if cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), place, 0) or seen.value != address:

@@ -26,14 +26,43 @@ class DeviceExperts(Protocol):
     def locate(self, ids: Tensor) -> Located:
         """Locate (token, expert) pairs. ids: int32 or int64 [T, k]; -1: no expert."""
 
-    def start(self, x: Tensor, at: Located) -> Tensor:
-        """Start the GPU's experts on x [T, hidden]; return a tensor that only `finish` may read."""
+    def start(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
+        """Start the GPU's experts on x [T, hidden], all that reads their weights; return what only `finish` may
+        read."""
 
     def waits(self, x: Tensor) -> Bell | None:
         """The doorbell at which `finish` waits for the CPU's sum itself; None: the caller must pull the sum first."""
 
-    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor | Unsummed:
+    def finish(
+        self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added
+    ) -> Tensor | Unsummed:
         """Weighted sum of the GPU's experts plus `added`: bfloat16 [T, hidden]. Non-finite rows are recorded."""
+
+
+class Streamed(Protocol):
+    """The layer's part in passes of prompts, whose experts in RAM are partly copied to the device (streaming.py)."""
+
+    @property
+    def active(self) -> bool:
+        """Whether launches belong to a pass now."""
+
+    def join(self) -> None:
+        """Make the next launches wait for the copies of this layer."""
+
+    def leave(self) -> None:
+        """The device's experts have been launched for one chunk."""
+
+
+class NotStreamed:
+    """The layer has no part in passes."""
+
+    active = False
+
+    def join(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
 
 
 class HybridExperts:
@@ -43,10 +72,16 @@ class HybridExperts:
         self.memory, self.layer = memory, -1
         self._device: DeviceExperts | None = None
         self._transport: Transport | None = None
+        self._in_pass: DeviceExperts | None = None
+        self._streamed: Streamed = NotStreamed()
 
     def bind(self, device: DeviceExperts, transport: Transport | None, layer: int) -> None:
         """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell."""
         self._device, self._transport, self.layer = device, transport, layer
+
+    def stream(self, device: DeviceExperts, streamed: Streamed) -> None:
+        """Take part in passes; device: the device's part of the layer in them."""
+        self._in_pass, self._streamed = device, streamed
 
     @property
     def residency(self) -> Residency:
@@ -54,16 +89,22 @@ class HybridExperts:
 
     @property
     def _bound(self) -> DeviceExperts:
-        if self._device is None:
+        device = self._in_pass if self._streamed.active else self._device
+        if device is None:
             raise ValueError("these experts are not bound to a device; call bind() first")
-        return self._device
+        return device
 
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway:
         device, weights = self._bound, chosen.weights
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if self._transport is not None and not at.handed_over:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
-        return HybridUnderway(device, self._transport, at, weights, device.start(x, at), x)
+        if not self._streamed.active:
+            return HybridUnderway(device, self._transport, at, weights, device.start(x, at, weights), x)
+        self._streamed.join()
+        started = device.start(x, at, weights)
+        self._streamed.leave()
+        return HybridUnderway(device, self._transport, at, weights, started, x)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
         if self._transport is not None:
@@ -80,7 +121,7 @@ class HybridUnderway:
         transport: Transport | None,
         at: Located,
         weights: Tensor,
-        started: Tensor,
+        started: Tensor | None,
         x: Tensor,
     ) -> None:
         self._device, self._transport = device, transport

@@ -37,25 +37,24 @@ class SimExperts:
     def locate(self, ids: Tensor) -> Located:
         return locate(ids, self.residency)
 
-    def start(self, x: Tensor, at: Located) -> Tensor:
-        """Return x: `finish` computes everything, since the sum needs the routing weights."""
-        return x
+    def start(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
+        """The weighted sum of the device's experts, float32 [T, hidden]; None if it has no pair."""
+        return self._own(x, at, weights)
 
     def waits(self, x: Tensor) -> Bell | None:
         return None
 
-    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
+    def finish(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
         if isinstance(added.cpu, Bell):
             raise TypeError("a simulated GPU does not wait at a doorbell: pull the CPU's sum first")
         shared, gate = added.shared, added.shared_gate
         total = torch.zeros(x.shape, dtype=torch.float32) if added.cpu is None else added.cpu
-        own = self._own(started, at, weights)
-        if own is not None:
-            total = total + own
+        if started is not None:
+            total = total + started
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
         if not bool(total.isfinite().all()):
-            self._note(total, {INPUT: x, CPU: added.cpu, SHARED: shared}, own, at)
+            self._note(total, {INPUT: x, CPU: added.cpu, SHARED: shared}, started, at)
         return total.to(x.dtype)
 
     def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ Never: deciding, weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -55,13 +55,23 @@ class Tables:
                     self._set(i, expert, (0, 0, 0, 0), -1, owner)
         self._changed.clear()
         self._device.copy_(self._host)  # synchronous: steps run on another stream
-        addresses, numbers = _split(self._device, self.experts)
-        self.residency = []
-        for i, layer in enumerate(layers):
+        self._counted = counted
+        self.residency = self.views(self._device, in_place=in_place)
+
+    def empty_rows(self) -> Tensor:
+        """New memory for a set of tables on the device."""
+        return torch.zeros_like(self._device)
+
+    def views(self, rows: Tensor, *, in_place: bool) -> list[Residency]:
+        """The layers' tables in `rows`, memory of `empty_rows`. in_place: with the experts' addresses in RAM."""
+        addresses, numbers = _split(rows, self.experts)
+        found = []
+        for i, layer in enumerate(self._layers):
             up, down, up_place, down_place = addresses[i, :, : layer.experts]
-            counts = self.counts[i, : layer.experts] if counted else None
-            places = InPlace(up_place, down_place, self._share, layers[i].in_pieces) if in_place else None
-            self.residency.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
+            counts = self.counts[i, : layer.experts] if self._counted else None
+            places = InPlace(up_place, down_place, self._share, layer.in_pieces) if in_place else None
+            found.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
+        return found
 
     def to_gpu(self, layer: int, expert: int, slot: Slot) -> None:
         """From the next `publish` on, the GPU computes the expert, in this slot."""
@@ -92,6 +102,35 @@ class Tables:
         if self._share_changed:
             _send(self._host_share, self._share)
             self._share_changed = False
+
+    def number(self, layer: int, expert: int) -> int:
+        """The number in RAM of an expert that the CPU owns, by the host's tables."""
+        return int(self._numbers[layer, expert])
+
+    def row(self, layer: int) -> Tensor:
+        """A copy of the host's table of a layer."""
+        return self._host[layer].clone()
+
+
+class Overlay:
+    """A second set of tables: those of the steps, but some experts of the CPU are in other device memory.
+
+    `residency[i]`: the table of layer i, valid from `publish` of that layer on, as long as no expert moves.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._device = tables.empty_rows()
+        self.residency = tables.views(self._device, in_place=False)
+
+    def publish(self, layer: int, slots: Mapping[int, Slot]) -> None:
+        """Send the layer's table, on the current stream. slots: of the experts in other memory."""
+        row = self._tables.row(layer)
+        addresses, numbers = (t[0].numpy() for t in _split(row[None], self._tables.experts))
+        for expert, slot in slots.items():
+            addresses[:, expert] = slot.up.data_ptr(), slot.down.data_ptr(), 0, 0
+            numbers[expert] = -1
+        _send(row, self._device[layer])
 
 
 def _send(row: Tensor, to: Tensor) -> None:

@@ -42,7 +42,8 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of VRAM: free now, reserved, and used by each part.
 
-    context + dense + kv + states + workspace + graphs + experts + spare <= usable: the formulas are in plan/vram.py.
+    context + dense + kv + states + workspace + graphs + experts + spare + ring <= usable: the formulas are in
+    plan/vram.py and plan/ring.py.
     """
 
     total_bytes: int
@@ -57,6 +58,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     experts_bytes: int  # slots of resident experts, packed as in RAM
     spare_bytes: int = 0  # slots for moving experts
     states_bytes: int = 0  # recurrent states of all running requests, and copies
+    ring_bytes: int = 0  # for experts that are copied in for a prompt, and for the rows of long prompts
 
     @property
     def usable_bytes(self) -> int:
@@ -65,7 +67,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def used_bytes(self) -> int:
         parts = self.context_bytes + self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.graphs_bytes
-        return parts + self.experts_bytes + self.spare_bytes + self.states_bytes
+        return parts + self.experts_bytes + self.spare_bytes + self.states_bytes + self.ring_bytes
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,8 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     owners: Owners = ()  # of all experts, for each layer the same on every rank
     spare: int = 0  # spare slots for each size of experts: so many may move at once
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
+    ring_bytes: int = 0  # VRAM that experts in RAM are copied to for prompts; 0: the CPU computes them
+    prefill: str = "auto"  # --prefill, if there is a ring
     doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works
     read_ahead: bool = False  # idle workers prefetch the next layer's probable experts, if kernels ring
     fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy
@@ -201,6 +205,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # a token's bits do not depend on the schedule
     prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
     prefill_share: float = 0.0  # fraction of time for prefill while requests decode; 0: they share steps
+    pass_tokens: int = 0  # most prefill tokens that pass through the layers together; 0: as max_batch_tokens
     max_queued: int
     max_queued_tokens: int
     threads: int

@@ -78,8 +78,8 @@ def resolve(
     compute = _compute(dtype, host, placed.gpu)
     rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need))
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
-    same_row = deterministic.row(asked.deterministic, cell)
     batch = batch_row(asked.max_batch_tokens, asked.max_running, placed.batch_tokens)
+    parts = (together, batch, share_row, deterministic.row(asked.deterministic, cell))
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -101,6 +101,7 @@ def resolve(
         deterministic=asked.deterministic,
         prompt_cell_tokens=cell,
         prefill_share=share,
+        pass_tokens=placed.pass_tokens,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,
         threads=threads,
@@ -109,7 +110,7 @@ def resolve(
         memory=placed.memory,
         gpus=() if placed.gpu is None else (placed.gpu,),
         roof=placed.roof,
-        decisions=(*rows, together, batch, share_row, same_row, *ram_rows, threads_row, *worker_rows),
+        decisions=(*rows, *parts, *ram_rows, threads_row, *worker_rows),
     )
 
 
@@ -136,6 +137,7 @@ class _Placed:
     fitted: Fitted
     roof: Roof
     decisions: tuple[Decision, ...]
+    pass_tokens: int = 0  # see Plan
 
 
 def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
@@ -175,7 +177,8 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
-    return _Placed(got.gpu, batch_tokens, got.memory, got.need, got.fitted, roof, (row, *got.decisions, *rounded))
+    rows = (row, *got.decisions, *rounded)
+    return _Placed(got.gpu, batch_tokens, got.memory, got.need, got.fitted, roof, rows, got.pass_tokens)
 
 
 def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:

@@ -20,6 +20,7 @@ from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, Owners, VramBudget, held_by
+from proa.plan.ring import RingPlan, plan_ring, ring_row
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
     context_bytes,
@@ -50,6 +51,7 @@ class Split:
     need: Demand  # on VRAM
     fitted: Fitted
     decisions: tuple[Decision, ...]
+    pass_tokens: int = 0  # see Plan
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     need = vram.need
     fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
-    placed = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
+    placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, budget_bytes, batch_tokens, fitted)
     experts_bytes = resident_bytes(layers, placed.resident)
     if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
@@ -148,12 +150,14 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         capability=gpu.capability,
         numa_node=gpu.numa_node,
         pcie_bytes_per_s=gpu.pcie_bytes_per_s,
-        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes, placed.spare_bytes),
+        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes, placed.spare_bytes, ring.total_bytes),
         placement=placed.strategy,
         blocks=tuple(layer.block for layer in layers),
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
         owners=placed.owners,
         spare=placed.spare,
+        ring_bytes=ring.nbytes,
+        prefill=asked.prefill,
         doorbell=asked.doorbell,
         fp8_activations=asked.fp8_activations,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
@@ -174,7 +178,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
     rows += _off_rows(asked, plan)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
-    return Split(plan, memory, need, fitted, rows)
+    return Split(plan, memory, need, fitted, (*rows, *ring_rows), ring.pass_tokens)
 
 
 def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
@@ -225,6 +229,28 @@ def _place(
     first = "at first the most used by --expert-counts, " if counts else ""
     why = f"{first}the same number in each layer; hot experts move in, at most {spare} at a time{both}"
     return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for spare slots")
+
+
+def _place_with_ring(
+    case: Case, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, budget_bytes: int,
+    batch_tokens: int, fitted: Fitted,
+) -> tuple[_Placed, RingPlan, tuple[Decision, ...]]:  # fmt: skip
+    """Place experts, with a ring for prompts unless all are in VRAM. The ring costs resident experts, but never ones
+    that were asked for or that RAM cannot hold."""
+    asked, total_bytes = case.options.gpus, sum(layer.total_bytes for layer in layers)
+    alone = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
+    if not layers or resident_bytes(layers, alone.resident) == total_bytes:
+        return alone, RingPlan(), ()
+    ring = plan_ring(case.spec, layers, case.options, budget_bytes, batch_tokens, fitted.context_tokens)
+    if not ring.nbytes:
+        return alone, ring, (ring_row(asked.prefill, ring),)
+    beside = _place(asked.expert_placement, layers, left_bytes - ring.total_bytes, wish, room, case.counts)
+    in_ram_bytes = total_bytes - resident_bytes(layers, beside.resident)
+    fits = ring.total_bytes <= left_bytes and (beside.inclusive or in_ram_bytes <= room.exclusive_bytes)
+    if fits and wish.is_met(layers, beside.resident):
+        return beside, ring, (ring_row(asked.prefill, ring),)
+    none = RingPlan(why=f"its ring of {format_bytes(ring.nbytes)} does not fit beside the resident experts")
+    return alone, none, (ring_row(asked.prefill, none),)
 
 
 def _can_move(layers: tuple[MoeLayer, ...], resident: Sequence[Sequence[int]]) -> bool:
@@ -307,7 +333,7 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
 
 
 def _vram_budget(
-    gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int, spare: int
+    gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int, spare: int, ring: int
 ) -> VramBudget:
     return VramBudget(
         total_bytes=gpu.total_bytes,
@@ -322,6 +348,7 @@ def _vram_budget(
         experts_bytes=experts,
         spare_bytes=spare,
         states_bytes=need.slots_bytes,
+        ring_bytes=ring,
     )
 
 

@@ -19,8 +19,10 @@ from proa.engine.building.gpu_plan import (
     STEP_AHEAD,
     cuda_index,
     decode_tokens,
+    first_shared,
     needed,
     placement_of,
+    rates_row,
     ready,
     saver_of,
     top_k,
@@ -36,15 +38,18 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.cpu_reads import CpuReads
+from proa.hybrid.cpu_trial import try_cpu
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.hybrid.model import HybridModel, Parts
-from proa.hybrid.pinning import register
+from proa.hybrid.model import HybridModel, Parts, PromptParts
+from proa.hybrid.pinning import Registered, register
 from proa.hybrid.read_together import read_together
 from proa.hybrid.transport import Transport
+from proa.hybrid.uploads import GpuUploads, measured_upload
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.prefill import PrefillRates
 from proa.models.names import Declared
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
@@ -116,15 +121,18 @@ class GpuBuild:
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
         spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
-        in_place = self._read_in_place(spaces)
+        in_place, registered = None, self._register()
+        if registered is not None:
+            in_place = self._read_in_place(spaces, registered)
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),
             self._transport,
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
             in_place,
+            None if registered is None else self._prompts(registered),
         )
         self._timeline.mark("read in place")
-        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)
         self._timeline.mark("doorbell")
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
@@ -141,19 +149,37 @@ class GpuBuild:
         self._decisions.append(STEP_AHEAD)
         return Runner(executor, plan.page_tokens)
 
-    def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
-        """Pin the experts in RAM with the driver, and measure how fast the GPU reads them in place (co-fetch)."""
-        if not self._gpu.spare and not self._gpu.co_fetch:
+    def _register(self) -> Registered | None:
+        """Pin the experts in RAM with the driver, if they are copied or read in place."""
+        if not self._gpu.spare and not self._gpu.co_fetch and not self._gpu.ring_bytes:
             return None
         registered = register(self._cpu.memory.spans(), self._device)
         self._decisions.append(Decision("pinned RAM", "auto", format_bytes(registered.nbytes), registered.why))
+        return registered
+
+    def _prompts(self, registered: Registered) -> PromptParts | None:
+        """The parts of streamed prefill, with measured rates; None if the plan has no ring."""
+        gpu = self._gpu
+        if not gpu.ring_bytes:
+            return None
+        if not registered.complete:
+            why = f"experts in RAM are computed by the CPU: {registered.why}"
+            self._decisions.append(Decision("prefill", gpu.prefill, "cpu", why))
+            return None
+        memory = first_shared(self._hybrid)
+        rates = PrefillRates(measured_upload(memory, self._device), try_cpu(memory, self.pool, top_k(self._spec)))
+        self._decisions.append(rates_row(rates, memory))
+        return PromptParts(GpuUploads(self._device), gpu.ring_bytes, rates, gpu.prefill)
+
+    def _read_in_place(self, spaces: GpuSpaces, registered: Registered) -> InPlaceRates | None:
+        """Measure how fast the GPU reads pinned experts in place (co-fetch)."""
         if not self._gpu.co_fetch:
             return None
         if not registered.in_place:
             why = f"the GPU cannot read pinned RAM at the CPU's addresses: {registered.why}"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
-        memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
+        memory = first_shared(self._hybrid)
         cpu = CpuReads(memory, self.pool, top_k(self._spec))
         together = read_together(ReadInPlace(memory, spaces), cpu)
         if together is None:

@@ -10,9 +10,12 @@ from proa.engine.building.cpu_side import CpuSide
 from proa.engine.count_saver import CountSaver
 from proa.engine.ipc import Ready
 from proa.errors import ResourceError
+from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.model import HybridModel, Placement
+from proa.machine.cost.prefill import PrefillRates
 from proa.machine.usage import peak_rss_bytes
 from proa.models.spec import Model
+from proa.obs.units import format_rate
 from proa.ops.table import Ops
 from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
@@ -57,6 +60,21 @@ def placement_of(gpu: GpuPlan) -> Placement:
     trace = None if gpu.trace is None else Path(gpu.trace)
     owners = dict(zip(gpu.blocks, gpu.owners, strict=True))
     return Placement(owners, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace, gpu.rank)
+
+
+def first_shared(hybrid: HybridModel) -> LayerMemory:
+    """The first layer some of whose experts the CPU computes."""
+    return next(layer.memory for layer in hybrid.layers if layer.memory.cpu_computes)
+
+
+def rates_row(rates: PrefillRates, memory: LayerMemory) -> Decision:
+    """The start-up row of the rates that divide prompts at first."""
+    nbytes = memory.shape.up.matrix_bytes + memory.shape.down.matrix_bytes
+    copy_us, cpu = 1e6 * nbytes / rates.copy_bytes_per_s, rates.cpu
+    got = f"{format_rate(rates.copy_bytes_per_s)} to the GPU"
+    on_cpu = f"{1e6 * cpu.expert_s:.0f} us on the CPU and {1e6 * cpu.pair_s:.1f} us for each token"
+    why = f"an expert takes {copy_us:.0f} us to copy, or {on_cpu}; measured again in service"
+    return Decision("prefill rates", "auto", got, why)
 
 
 def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:

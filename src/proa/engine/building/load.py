@@ -76,7 +76,8 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    turns = PrefillTurns(runner, plan.prefill_share) if plan.prefill_share else NoTurns()
+    passes = plan.pass_tokens > 0
+    turns = PrefillTurns(runner, plan.prefill_share, passes=passes) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), turns, helpers)
     gc.collect()

@@ -25,11 +25,13 @@ from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
 from proa.hybrid.copies import Copiers, Copy, Pairs
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
-from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.model import HybridModel, Parts, PromptParts
 from proa.hybrid.transport import empty_round
+from proa.hybrid.uploads import Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
 from proa.native.pool import Pool
@@ -47,6 +49,7 @@ from proa.plan.plan import GpuPlan, Plan
 META = torch.device("meta")
 RATIO = 1.1  # between consecutive numbers of prefill rows
 _ADDRESS = 1 << 40  # a placeholder, aligned like real addresses; never dereferenced
+_NO_RATES = PrefillRates(1.0, CpuExpertCost(1.0, 1.0))
 _PROCESSORS = 128  # number of multiprocessors; compiled variants do not depend on it
 
 
@@ -143,8 +146,9 @@ class Stage:
             self._transport,
             lambda: Copiers(_NoCopier(), _NoCopier()),
             InPlaceRates(1.0, 1.0) if of.gpu.co_fetch else None,
+            PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_RATES, of.gpu.prefill) if of.gpu.ring_bytes else None,
         )
-        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)
         caches = allocate_pool(
             of.spec, plan.num_pages, plan.page_tokens, torch.bfloat16, META, sequences=plan.state_slots,
             kv=KvStorage(DTYPES[plan.kv_dtype]),
@@ -187,9 +191,11 @@ class Stage:
         self._on.run(self._on.inputs, rows)
         if self._plan.prefill_share:
             tokens, step = self._on.step(self._on.inputs, rows)
+            self._hybrid.begin_pass(rows, 1)
             with self._hybrid.in_parts():
                 for _ in self._model.by_blocks(tokens, step):
                     pass
+            self._hybrid.end_pass()
 
 
 def _dense(most: int) -> list[int]:
@@ -225,6 +231,27 @@ class _NoCopier:
 
     def close(self) -> None:
         pass
+
+
+class _NoUploads:
+    """Uploads that never take place."""
+
+    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+        return _NoUpload()
+
+    def reached(self) -> object:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class _NoUpload:
+    def join(self) -> None:
+        pass
+
+    def seconds(self) -> float | None:
+        return None
 
 
 class _NoCopies:

@@ -8,18 +8,31 @@ import torch
 
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.cpu_side import CpuSide
-from proa.engine.building.gpu_plan import STEP_AHEAD, decode_tokens, needed, placement_of, ready, saver_of, top_k
+from proa.engine.building.gpu_plan import (
+    STEP_AHEAD,
+    decode_tokens,
+    first_shared,
+    needed,
+    placement_of,
+    rates_row,
+    ready,
+    saver_of,
+    top_k,
+)
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.copies import Copiers, HostCopier
-from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.cpu_trial import try_cpu
+from proa.hybrid.model import HybridModel, Parts, PromptParts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
+from proa.hybrid.uploads import HostUploads
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
+from proa.machine.cost.prefill import PrefillRates
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
@@ -62,18 +75,28 @@ class SimBuild:
             self._transport,
             lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
             InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
+            self._prompts(self._gpu.pcie_bytes_per_s or ram) if self._gpu.ring_bytes else None,
         )
         if parts.in_place is not None:
             rate = format_rate(parts.in_place.bus_bytes_per_s)
             why = f"simulated, at {rate}; the number of experts depends on the CPU's rate"
             self._decisions.append(Decision("co-fetch", "auto", "on", why))
-        self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
+        self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts, plan.pass_tokens)
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         self._decisions.append(STEP_AHEAD)
-        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, overlap=True)
+        executor = EagerExecutor(
+            self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens
+        )
         return Runner(executor, plan.page_tokens)
+
+    def _prompts(self, bytes_per_s: float) -> PromptParts:
+        memory = first_shared(self._hybrid)
+        rates = PrefillRates(bytes_per_s, try_cpu(memory, self.pool, top_k(self._spec)))
+        self._decisions.append(rates_row(rates, memory))
+        uploads = HostUploads(self._gpu.pcie_bytes_per_s)
+        return PromptParts(uploads, self._gpu.ring_bytes, rates, self._gpu.prefill)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

@@ -90,15 +90,51 @@ class StepResult(msgspec.Struct):
     replaced: list[int] = []
 
 
+CHUNK_ROWS = 16  # chunks start at multiples: kernels are compiled for addresses that are multiples of 16
+
+
+def chunks_of(spans: Sequence[Span], most_rows: int) -> list[list[Span]]:
+    """The spans, cut into chunks of at most `most_rows` rows, about equally long, in the order of their rows."""
+    rows = sum(len(span.tokens) for span in spans)
+    each = -(-rows // -(-rows // most_rows))
+    each = min(most_rows, -(-each // CHUNK_ROWS) * CHUNK_ROWS)
+    chunks: list[list[Span]] = [[]]
+    left = each
+    for span in spans:
+        first = 0
+        while first < len(span.tokens):
+            if not left:
+                chunks.append([])
+                left = each
+            count = min(left, len(span.tokens) - first)
+            whole = count == len(span.tokens)
+            tokens = span.tokens if whole else span.tokens[first : first + count]
+            chunks[-1].append(span if whole else msgspec.structs.replace(span, tokens=tokens, start=span.start + first))
+            first, left = first + count, left - count
+    return chunks
+
+
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step that an executor allocates buffers for."""
+    """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
+    which is computed in chunks of `rows`."""
 
     rows: int
     sequences: int
     context_tokens: int
     page_tokens: int
     head_rows: int
+    pass_rows: int = 0
+
+    @property
+    def rows_in_parts(self) -> int:
+        """Most rows of a step in parts."""
+        return max(self.rows, self.pass_rows)
+
+    @property
+    def chunks(self) -> int:
+        """Most chunks of a step in parts."""
+        return -(-self.rows_in_parts // self.rows)
 
 
 def positions_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -115,4 +151,5 @@ def step_limits(plan: Plan) -> StepLimits:
         context_tokens=plan.context_tokens,
         page_tokens=plan.page_tokens,
         head_rows=max(plan.max_running, SCORED_ROWS),
+        pass_rows=plan.pass_tokens,
     )

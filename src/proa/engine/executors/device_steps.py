@@ -5,6 +5,7 @@ rehearsal.py can make the same launches without a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,8 +29,9 @@ class Angles(Protocol):
 
 
 class DeviceSteps:
-    """inputs: those of steps launched op by op. hidden bfloat16 [rows, hidden]: after the last block. logits float32
-    [head rows, vocab], best int32 [head rows]: of the rows scored last."""
+    """inputs: those of steps launched op by op; chunk_inputs: those of the chunks of a step in parts, `inputs` first.
+    hidden bfloat16 [rows, hidden]: after the last block. logits float32 [head rows, vocab], best int32 [head rows]: of
+    the rows scored last."""
 
     def __init__(
         self, model: Decoder, caches: Caches, limits: StepLimits, angles: Angles, device: torch.device,
@@ -38,10 +40,14 @@ class DeviceSteps:
         self._model, self._caches, self._angles, self._device = model, caches, angles, device
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         vocab = model.spec.vocab
-        self.inputs = DeviceInputs(limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
-        self.hidden = torch.zeros(limits.rows, model.spec.hidden, dtype=torch.bfloat16, device=device)
-        self.kept = {block: torch.zeros_like(self.hidden) for block in kept_blocks}
+        chunk = partial(DeviceInputs, limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
+        self.chunk_inputs = [chunk() for _ in range(limits.chunks)]
+        self.inputs = self.chunk_inputs[0]
+        hidden = partial(torch.zeros, dtype=torch.bfloat16, device=device)
+        self.hidden = hidden(max(limits.rows, limits.head_rows), model.spec.hidden)
+        self.kept = {block: hidden(limits.rows_in_parts, model.spec.hidden) for block in kept_blocks}
         self.scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
+        self._first_rows = torch.arange(limits.head_rows, device=device)
         self.logits = torch.zeros(limits.head_rows, vocab, device=device)
         self.best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
         self.logprobs = DeviceLogprobs(limits.head_rows, vocab, device, ops)
@@ -61,6 +67,11 @@ class DeviceSteps:
         """Compute hidden[:rows] from the first `rows` rows of the inputs."""
         tokens, step = self.step(inputs, rows)
         self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
+
+    def bring(self, hidden: Tensor, rows: int) -> None:
+        """Copy the rows scored[:rows] of `hidden` to the first rows of `self.hidden`, and score them there."""
+        self.hidden[:rows].copy_(hidden.index_select(0, self.scored[:rows]))
+        self.scored[:rows].copy_(self._first_rows[:rows])
 
     def run_head(self, rows: int) -> None:
         """Compute logits[:rows] and their argmax best[:rows] for the rows scored[:rows] of `hidden`."""

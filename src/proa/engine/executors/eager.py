@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import copy_states
-from proa.engine.executors.batch import Span, StepBatch, StepResult, positions_of
+from proa.engine.executors.batch import Span, StepBatch, StepResult, chunks_of, positions_of
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.parts import BlockByBlock
+from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
@@ -44,12 +45,14 @@ class EagerStep(WatchedStep):
 class EagerExecutor:
     def __init__(
         self, model: Decoder, caches: Caches, page_tokens: int, session: Session | None = None,
-        *, overlap: bool = False, kept_blocks: Sequence[int] = (),
+        *, overlap: bool = False, kept_blocks: Sequence[int] = (), chunk_rows: int = sys.maxsize,
     ) -> None:  # fmt: skip
-        """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here."""
+        """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here. chunk_rows: most rows of
+        a step in parts that are computed at once."""
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
+        self._chunk_rows = chunk_rows
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
         self._unfinished: EagerStep | None = None  # the step in parts
         self._step_s = self._block_s = 0.0
@@ -64,13 +67,15 @@ class EagerExecutor:
             spans = _continued(spans, self.tokens_to_follow(after))
         if batch.copies_before:
             copy_states(self._caches, batch.copies_before)
-        tokens, inputs = self._inputs(spans)
-        step.kept = {block: self._room(len(tokens)) for block in self._kept_blocks}
-        self.clock.lap(Stage.INPUTS)
+        step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         if in_parts:
-            step.parts = BlockByBlock(self._model, tokens, inputs, step.kept)
+            step.parts = self._parts(step)
+            self._session.begin_pass(batch.num_tokens, len(step.parts.chunks))
             self._unfinished = step
+            self.clock.lap(Stage.INPUTS)
             return step
+        tokens, inputs = self._inputs(spans)
+        self.clock.lap(Stage.INPUTS)
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
         with self._listening():
             step.hidden = self._model(tokens, inputs, step.kept)
@@ -78,6 +83,14 @@ class EagerExecutor:
             copy_states(self._caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
+
+    def _parts(self, step: EagerStep) -> BlockByBlock:
+        chunks, row = list[Chunk](), 0
+        for spans in chunks_of(step.batch.spans, self._chunk_rows):
+            tokens, inputs = self._inputs(spans)
+            chunks.append(Chunk(row, tokens, inputs))
+            row += len(tokens)
+        return BlockByBlock(self._model, chunks, step.kept, self._session.in_parts)
 
     def tokens_to_follow(self, step: EagerStep) -> list[int]:
         """The tokens that the next step continues with. A row without a token (-1) continues with any."""
@@ -105,10 +118,11 @@ class EagerExecutor:
     @torch.inference_mode()
     def advance(self, step: EagerStep, blocks: int) -> bool:
         began_s, parts = time.perf_counter(), unfinished(step.parts)
-        with self._listening(), self._session.in_parts():
+        with self._listening():
             count = parts.advance(blocks)
         self._block_s = (time.perf_counter() - began_s) / max(1, count)
         if parts.done:
+            self._session.end_pass()
             step.hidden = parts.hidden
             copy_states(self._caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
@@ -149,6 +163,7 @@ class EagerExecutor:
     def cancel(self, step: EagerStep) -> None:
         if step is self._unfinished:
             self._unfinished = None
+            self._session.end_pass()
             self._session.forget_parts(step.batch.spans)
 
     def pace(self) -> Pace:

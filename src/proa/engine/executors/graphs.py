@@ -17,13 +17,13 @@ from torch import Tensor
 
 from proa.cache.pool import copy_states
 from proa.engine.executors.angles import AngleTables
-from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult
+from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult, chunks_of
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark, Queue
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.parts import BlockByBlock
+from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
@@ -50,9 +50,11 @@ class _Captured:
 
 @dataclass(eq=False)
 class GraphStep(WatchedStep):
-    """graph: None for steps launched op by op. done: a mark after the head."""
+    """graph: None for steps launched op by op. hidden: of a step in parts that is done, [T, hidden] after the last
+    block. done: a mark after the head."""
 
     graph: _Captured | None = None
+    hidden: Tensor | None = None
     wishes: Sequence[Row] = ()
     done: Mark | None = None
     num_launched: int = 0  # the session's number of launches at `done`
@@ -183,12 +185,18 @@ class GraphExecutor:
 
     def _launch_in_parts(self, step: GraphStep) -> None:
         """Write the step's inputs, which stay untouched: the steps between its parts are graphs with their own."""
-        rows = self._fill(self._on.inputs, step.batch.spans)
-        self._on.inputs.copy()
-        tokens, inputs = self._on.step(self._on.inputs, rows)
-        # Other steps overwrite the buffers of dynamic angles.
-        angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
-        step.parts = BlockByBlock(self._model, tokens, replace(inputs, angles=angles), self._on.kept)
+        chunks, row = list[Chunk](), 0
+        cut = chunks_of(step.batch.spans, self._limits.rows)
+        for spans, own in zip(cut, self._on.chunk_inputs, strict=False):
+            rows = self._fill(own, spans)
+            own.copy()
+            tokens, inputs = self._on.step(own, rows)
+            # Other steps overwrite the buffers of dynamic angles.
+            angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
+            chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
+            row += rows
+        self._session.begin_pass(row, len(cut))
+        step.parts = BlockByBlock(self._model, chunks, self._on.kept, self._session.in_parts)
         self._unfinished = step
 
     @torch.inference_mode()
@@ -197,11 +205,11 @@ class GraphExecutor:
         with self._queue.current():
             self._begin()
             self._timer.begin()
-            with self._session.in_parts():
-                count = parts.advance(blocks)
+            count = parts.advance(blocks)
             self._timer.end(count)
             self._session.launched()
             if parts.done:
+                self._session.end_pass()
                 self._copy_states(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
@@ -252,23 +260,26 @@ class GraphExecutor:
         step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
         with self._queue.current():
             if step.parts is not None:
-                self._unfinished = None
-                self._on.hidden[: len(step.parts.hidden)].copy_(step.parts.hidden)
-            self._launch_head(step.rows, rows)
+                self._unfinished, step.hidden = None, step.parts.hidden
+            self._launch_head(step, step.rows, rows)
             self._timer.end()
             step.done, step.num_launched = self._queue.mark(), self._session.num_launched
         self.clock.lap(Stage.PROGRAM)
 
-    def _launch_head(self, rows: Sequence[int], wishes: Sequence[Row]) -> None:
-        """Compute logits of these rows and sample them. wishes: how each is sampled; empty: argmax of each."""
+    def _launch_head(self, step: GraphStep, rows: Sequence[int], wishes: Sequence[Row]) -> None:
+        """Compute logits of these rows of the step and sample them. wishes: how each is sampled; empty: argmax of
+        each."""
         count = len(rows)
         if not count:
             return
         bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
         head = self._heads.get(bucket) or self._capture_head(bucket)
         self._host_scored[:count] = torch.tensor(rows)
+        self._host_scored[count:bucket] = 0
         self.clock.lap(Stage.INPUTS)
         self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+        if step.hidden is not None:
+            self._on.bring(step.hidden, bucket)
         head()
         if wishes:
             self._on.sampler.launch(self._on.logits, self._on.best, wishes)
@@ -286,10 +297,11 @@ class GraphExecutor:
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
             between = self._unfinished is not None
-            faults = self._session.step_faults(step, bad, self._on.hidden, between_parts=between)
+            hidden = self._on.hidden if step.hidden is None else step.hidden
+            faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
             if step.batch.prompt_logprobs:
-                result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+                result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step))
         step.next_step = None
         self.clock.lap(Stage.PROGRAM)
         return result
@@ -301,8 +313,10 @@ class GraphExecutor:
         self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
         return choices
 
-    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        self._launch_head(rows, ())
+    def _logprobs(
+        self, step: GraphStep, rows: Sequence[int], tokens: Sequence[int], top: int
+    ) -> list[TokenLogprob]:  # fmt: skip
+        self._launch_head(step, rows, ())
         self._on.logprobs.launch_given(self._on.logits, tokens, top)
         self._queue.finish()
         return self._on.logprobs.read(tokens)
@@ -321,6 +335,7 @@ class GraphExecutor:
             self._settle()
             if step is self._unfinished:
                 self._unfinished = None
+                self._session.end_pass()
                 self._session.forget_parts(step.batch.spans)
 
     def pace(self) -> Pace:
@@ -329,7 +344,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def logits_of(self, step: GraphStep, rows: Sequence[int]) -> Tensor:
         with self._queue.current():
-            self._launch_head(rows, ())
+            self._launch_head(step, rows, ())
             self._queue.finish()
             return self._on.logits[: len(rows)].cpu()
 

@@ -1,35 +1,66 @@
-"""Computes a step a few blocks at a time. Never: choosing how many."""
+"""Computes a step a few blocks at a time, each block for all chunks of the step before the next block. Never: choosing
+how many, cutting steps into chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 
 
-class BlockByBlock:
-    """A forward pass of `model` that can pause after any block."""
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a step in parts, `first_row` on, and the model's arguments for them."""
 
-    def __init__(self, model: Decoder, tokens: Tensor, step: Step, kept: Mapping[int, Tensor]) -> None:
-        """kept: block -> buffer that its output is copied to."""
-        self.hidden = tokens.new_empty(0)  # [T, hidden] after the last computed block
-        self._outputs, self._left = enumerate(model.by_blocks(tokens, step)), len(model.blocks)
-        self._kept = kept
+    first_row: int
+    tokens: Tensor
+    step: Step
+
+
+class BlockByBlock:
+    """A forward pass of `model` that can pause after any block of any chunk. Chunks are computed in their order, so one
+    may read the KV and the states that the chunks before it have written."""
+
+    def __init__(
+        self, model: Decoder, chunks: Sequence[Chunk], kept: Mapping[int, Tensor],
+        launching: Callable[[int], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """kept: block -> buffer that its output is copied to. launching: of a chunk's first row, the context of its
+        launches."""
+        self.chunks = chunks
+        self._outputs = [enumerate(model.by_blocks(chunk.tokens, chunk.step)) for chunk in chunks]
+        self._hidden = [chunk.tokens.new_empty(0) for chunk in chunks]  # [T, hidden] each, after its last block
+        self._left, self._next = len(chunks) * len(model.blocks), 0
+        self._kept, self._launching = kept, launching
 
     @property
     def done(self) -> bool:
         return self._left == 0
 
-    def advance(self, blocks: int) -> int:
-        """Compute up to `blocks` more blocks. Returns how many were computed."""
-        count = min(blocks, self._left)
+    @property
+    def hidden(self) -> Tensor:
+        """[T, hidden] of the whole step, after the last block that was computed for all chunks."""
+        return self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
+
+    def advance(self, units: int) -> int:
+        """Compute up to `units` more units: one block for one chunk. Returns how many were computed."""
+        count = min(units, self._left)
         for _ in range(count):
-            block, self.hidden = next(self._outputs)
+            chunk = self._next
+            first = self.chunks[chunk].first_row
+            with self._launching(first):
+                block, hidden = next(self._outputs[chunk])
             if block in self._kept:
-                self._kept[block][: len(self.hidden)].copy_(self.hidden)
+                self._kept[block][first : first + len(hidden)].copy_(hidden)
+            self._hidden[chunk] = hidden
+            self._next = (chunk + 1) % len(self.chunks)
         self._left -= count
         return count
 

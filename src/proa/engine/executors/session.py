@@ -28,8 +28,16 @@ class Session(Protocol):
         """The first fault (NaN or infinity) of each of the first `rows` rows that has one, in the steps since the last
         call."""
 
-    def in_parts(self) -> AbstractContextManager[None]:
-        """Context in which launches and `faults` are those of a step in parts, with other steps between its parts."""
+    def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
+        """Context in which launches and `faults` are those of a step in parts, with other steps between its parts.
+        Launches are of its rows from first_row on."""
+
+    def begin_pass(self, tokens: int, chunks: int) -> None:
+        """A step in parts of so many tokens begins: each MoE layer is launched in `chunks` chunks, in the order of the
+        layers. At most one at a time."""
+
+    def end_pass(self) -> None:
+        """All parts of the step in parts have been launched, or it was given up and its launches have ended."""
 
     def counters(self) -> Counters:
         """Counters of the CPU's work for the device so far."""
@@ -53,5 +61,11 @@ class NoSession:
     def faults(self, rows: int) -> Sequence[Fault]:
         return ()
 
-    def in_parts(self) -> AbstractContextManager[None]:
+    def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def begin_pass(self, tokens: int, chunks: int) -> None:
+        pass
+
+    def end_pass(self) -> None:
+        pass

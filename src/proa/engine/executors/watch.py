@@ -68,8 +68,14 @@ class WatchedSession:
     def launched(self) -> None:
         self._session.launched()
 
-    def in_parts(self) -> AbstractContextManager[None]:
-        return self._session.in_parts()
+    def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
+        return self._session.in_parts(first_row)
+
+    def begin_pass(self, tokens: int, chunks: int) -> None:
+        self._session.begin_pass(tokens, chunks)
+
+    def end_pass(self) -> None:
+        self._session.end_pass()
 
     def counters(self) -> Counters:
         return self._session.counters()

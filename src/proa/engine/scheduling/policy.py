@@ -17,8 +17,12 @@ _MAX_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The plan's limits. lookahead_tokens: drafts per sequence and step, that is tokens beyond the first one; their
-    pages are reserved and they count as tokens of the step."""
+    """The plan's limits.
+
+    lookahead_tokens: drafts per sequence and step, that is tokens beyond the first one; their pages are reserved and
+    they count as tokens of the step. pass_tokens: prefill tokens that pass through the layers together, in a step of
+    their own; 0: max_batch_tokens limits prefill chunks too.
+    """
 
     context_tokens: int
     page_tokens: int
@@ -27,6 +31,7 @@ class Limits:
     max_queued: int
     max_queued_tokens: int
     lookahead_tokens: int = 0
+    pass_tokens: int = 0
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.page_tokens, self.num_slots) < 1:
@@ -41,6 +46,7 @@ class Limits:
             max_batch_tokens=plan.max_batch_tokens,
             max_queued=plan.max_queued,
             max_queued_tokens=plan.max_queued_tokens,
+            pass_tokens=plan.pass_tokens,
         )
 
     @property

@@ -137,10 +137,11 @@ class Scheduler:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
         plan must be followed by commit(). May set `beside` to a new step, whose `copy_from` copies must
         be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
-        budget_tokens = self.limits.max_batch_tokens
+        passes = self._turns and self.limits.pass_tokens > 0
+        budget_tokens = self.limits.pass_tokens if passes else self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
             budget_tokens = min(budget_tokens, prompt_tokens)
-        step = StepBuilder(budget_tokens, apart=self._turns)
+        step = StepBuilder(budget_tokens, apart=self._turns, always=passes)
         self._plan_decodes(step)
         if self.beside is None:
             self._plan_prefills(step)

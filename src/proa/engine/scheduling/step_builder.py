@@ -7,12 +7,12 @@ from proa.engine.scheduling.step_plan import StepItem
 
 
 class StepBuilder:
-    def __init__(self, budget_tokens: int, *, apart: bool) -> None:
+    def __init__(self, budget_tokens: int, *, apart: bool, always: bool = False) -> None:
         """budget_tokens: tokens left for prefill chunks. apart: while any request decodes, chunks form a step of their
-        own, which has the whole budget."""
+        own, which has the whole budget. always: also while none decodes."""
         self.budget_tokens = budget_tokens
         self.copy_from: dict[str, int] = {}  # id of a request admitted here -> slot of the states it starts from
-        self._apart = apart
+        self._apart, self._always = apart, always
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
 
@@ -38,9 +38,10 @@ class StepBuilder:
         self._chunks.pop(request.id, None)
 
     def items(self) -> tuple[list[StepItem], list[StepItem]]:
-        """Items of the step, decodes first, and of the step beside it, which is empty unless there are decodes."""
+        """Items of the step, decodes first, and of the step beside it, if chunks form one."""
         decodes, chunks = list(self._decodes.values()), list(self._chunks.values())
-        return (decodes, chunks) if self._apart and decodes else (decodes + chunks, [])
+        beside = self._apart and (decodes or self._always)
+        return (decodes, chunks) if beside else (decodes + chunks, [])
 
     def _item(self, request: Request, num_tokens: int) -> StepItem:
         samples = num_tokens == request.num_left

@@ -1,0 +1,211 @@
+"""Streamed prefill: while a prompt passes through the layers, each layer's experts in RAM are divided. Some are copied
+to the ring, and the GPU computes them; the CPU computes the others meanwhile. Belongs here: the order of copies, tables
+and launches in a pass. Never: the division (machine/cost/prefill.py), kernels, chunks of the prompt (engine/executors).
+
+A pass computes a prefill step layer by layer, each layer for all chunks of the step, so that an expert crosses PCIe
+once. Layers use the ring's two banks in turn. The order on the device, for layer n in bank b:
+
+    copies      after the last launch that reads bank b (layer n - 2): the experts of layer n
+    launches    the last chunk of layer n - 1; the tables of layer n; then, for each chunk of layer n: pairs are located
+                and the CPU's are pushed; wait for the copies; the GPU's experts; the CPU's sum
+
+Copies of a layer thus run beside the launches of the layer before it, and the copy engine never waits for routing. The
+tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
+CPU's. During a pass no expert moves (moves.py), so no table of either kind gets stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.ring import BANKS, Ring
+from proa.hybrid.tables import Overlay, Tables
+from proa.hybrid.uploads import Transfer, Upload, Uploads
+from proa.machine.cost.prefill import Division, PrefillRates, divide
+from proa.models.ranks import CPU
+from proa.native.doorbell import Counters
+
+PREFILL = ("auto", "cpu", "stream")  # values of --prefill
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How experts in RAM are computed for prompts: a word of PREFILL. top_k: of the model's layers."""
+
+    mode: str
+    top_k: int
+
+
+@dataclass
+class PassTotals:
+    """Sums over all passes since the start."""
+
+    passes: int = 0
+    tokens: int = 0
+    experts: int = 0  # copied to the ring, for all layers
+    nbytes: int = 0
+    copy_s: float = 0.0
+    predicted_s: float = 0.0  # the longer of copies and the CPU's jobs, as divided
+    kept: int = 0  # experts in RAM that were left to the CPU, for all layers
+
+
+@dataclass
+class _Pass:
+    """A pass under way. left: chunks of the layer under way that were not launched yet."""
+
+    chunks: int
+    experts: list[list[int]]  # to be copied, by layer
+    divisions: list[Division]
+    at: int = 0  # position in the order of layers
+    left: int = 0
+    uploads: dict[int, Upload] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class Streaming:
+    """Passes of one model. Called by one thread."""
+
+    def __init__(
+        self, layers: Sequence[LayerMemory], tables: Tables, ring: Ring, uploads: Uploads, rates: PrefillRates,
+        asked: Asked,
+    ) -> None:  # fmt: skip
+        self.totals, self.rates = PassTotals(), rates
+        self._layers, self._tables, self._ring, self._uploads, self._asked = layers, tables, ring, uploads, asked
+        self.overlay = Overlay(tables)
+        self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
+        self._free: list[object] = [None] * BANKS  # reached once no launch reads the bank
+        self._pass: _Pass | None = None
+        self._launched: _Pass | None = None  # launched whole, not yet measured
+        self._active = False
+        self._before: Counters | None = None  # the CPU's counters when the pass began
+
+    @property
+    def under_way(self) -> bool:
+        return self._pass is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether launches belong to the pass."""
+        return self._active
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Within the context, launches belong to the pass, if there is one."""
+        self._active = self._pass is not None
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> None:
+        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
+
+        heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
+        the CPU's jobs so far.
+        """
+        divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
+        experts = [self._hottest(i, of.streamed, heat) for i, of in zip(self._streamed, divisions, strict=True)]
+        self._pass = one = _Pass(chunks, experts, divisions, left=chunks)
+        self._before = counters
+        self.totals.passes += 1
+        self.totals.tokens += tokens
+        self.totals.predicted_s += sum(max(of.copies_s, of.cpu_s) for of in divisions)
+        self.totals.experts += sum(map(len, experts))
+        self.totals.kept += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        for at in range(min(BANKS, len(one.experts))):
+            self._copy(one, at)
+        self._publish(one)
+
+    def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
+        memory, count = self._layers[layer], self._in_ram(layer)
+        room = min(self._ring.room(layer), count)
+        nbytes = memory.shape.up.matrix_bytes + memory.shape.down.matrix_bytes
+        chosen = self._asked.top_k * count / memory.experts
+        if self._asked.mode == "stream":
+            return Division(room, room * nbytes / self.rates.copy_bytes_per_s, 0.0)
+        return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks, most=room)
+
+    def _in_ram(self, layer: int) -> int:
+        """Number of the layer's experts that the CPU owns."""
+        return int((self._tables.owners[layer, : self._layers[layer].experts] == CPU).sum())
+
+    def _hottest(self, layer: int, count: int, heat: NDArray[np.float32] | None) -> list[int]:
+        own = np.flatnonzero(self._tables.owners[layer, : self._layers[layer].experts] == CPU)
+        if heat is not None:
+            own = own[np.argsort(-heat[layer, own], kind="stable")]
+        return [int(expert) for expert in own[:count]]
+
+    def _copy(self, one: _Pass, at: int) -> None:
+        """Start the copies of the layer at this position, once its bank is free."""
+        layer, bank, transfers = self._streamed[at], at % BANKS, list[Transfer]()
+        for number, expert in enumerate(one.experts[at]):
+            slot = self._ring.slot(layer, bank, number)
+            up, down = self._layers[layer].places(self._tables.number(layer, expert))
+            for memory, spans in ((slot.up, up), (slot.down, down)):
+                to = memory.data_ptr()
+                for source, nbytes in spans:
+                    transfers.append(Transfer(to, source, nbytes))
+                    to += nbytes
+        if transfers:
+            one.uploads[at] = self._uploads.start(transfers, self._free[bank])
+            nbytes = sum(transfer.nbytes for transfer in transfers)
+            one.nbytes += nbytes
+            self.totals.nbytes += nbytes
+
+    def _publish(self, one: _Pass) -> None:
+        """Send the tables of the layer under way, on the current stream."""
+        layer, bank = self._streamed[one.at], one.at % BANKS
+        slots = {e: self._ring.slot(layer, bank, number) for number, e in enumerate(one.experts[one.at])}
+        self.overlay.publish(layer, slots)
+
+    def join(self) -> None:
+        """What is launched from now on may read the ring's experts of the layer under way."""
+        one = self._pass
+        if one is not None and one.left == one.chunks and one.at in one.uploads:
+            one.uploads[one.at].join()
+
+    def leave(self) -> None:
+        """The experts of one chunk of the layer under way have been launched."""
+        one = self._pass
+        if one is None:
+            raise ValueError("no pass is under way")
+        one.left -= 1
+        if one.left:
+            return
+        self._free[one.at % BANKS] = self._uploads.reached()
+        if one.at + BANKS < len(one.experts):
+            self._copy(one, one.at + BANKS)
+        one.at, one.left = one.at + 1, one.chunks
+        if one.at < len(one.experts):
+            self._publish(one)
+
+    def end(self) -> None:
+        """The pass was launched whole, or is given up: then all its launches have ended."""
+        one, self._pass = self._pass, None
+        if one is not None and one.at == len(one.experts):
+            self._launched = one
+
+    def measure(self, counters: Counters) -> None:
+        """Update the rates by the last pass, all of whose launches have ended. counters: see `begin`."""
+        one, before = self._launched, self._before
+        self._launched = None
+        if one is None or before is None:
+            return
+        seconds = [upload.seconds() for upload in one.uploads.values()]
+        took_s = sum(second for second in seconds if second is not None)
+        if None not in seconds:
+            self.totals.copy_s += took_s
+            self.rates = self.rates.after_copies(one.nbytes, took_s)
+        predicted_s = sum(of.cpu_s for of in one.divisions)
+        jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
+        if counters.jobs - before.jobs == jobs:  # else decode ran in between, whose jobs cost other times
+            self.rates = self.rates.after_jobs(predicted_s, counters.moe_s - before.moe_s)
+
+    def close(self) -> None:
+        self._uploads.close()

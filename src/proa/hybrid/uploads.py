@@ -1,0 +1,137 @@
+"""Copies of experts from RAM to the device, ordered with the steps' launches in both directions: a copy can start after
+a launch, and a launch can wait for a copy. The host waits for neither. Never: choosing experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from proa.hybrid.copies import HostCopier, HostCopy
+from proa.hybrid.cuda_driver import Driver
+from proa.hybrid.layer_memory import LayerMemory
+
+# Longest single copy: a step's small copies share the copy engine and wait for one of these at most, 150 us at 55 GB/s.
+MOST_BYTES = 8 << 20
+MEASURED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copy `nbytes` from address `source` in RAM to address `to` on the device."""
+
+    to: int
+    source: int
+    nbytes: int
+
+
+class Upload(Protocol):
+    """Transfers that were started together."""
+
+    def join(self) -> None:
+        """What is launched from now on, on the current stream, sees all bytes of the upload."""
+
+    def seconds(self) -> float | None:
+        """Duration of the transfers; None until they are complete."""
+
+
+class Uploads(Protocol):
+    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+        """Start transfers, behind those started before, once the device has reached `after`, a value of `reached`."""
+
+    def reached(self) -> object:
+        """A mark after everything launched so far on the current stream."""
+
+    def close(self) -> None:
+        """Wait for all transfers that were started."""
+
+
+class GpuUploads:
+    """Uploads by DMA, on a CUDA stream of their own, from registered RAM."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver, self._device = Driver(), device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if isinstance(after, torch.cuda.Event):
+            self._stream.wait_event(after)
+        begin.record(self._stream)
+        stream = self._stream.cuda_stream
+        for transfer in transfers:
+            for first in range(0, transfer.nbytes, MOST_BYTES):
+                nbytes = min(MOST_BYTES, transfer.nbytes - first)
+                self._driver.copy_to_device(stream, transfer.to + first, transfer.source + first, nbytes)
+        end.record(self._stream)
+        return _GpuUpload(self._device, begin, end)
+
+    def reached(self) -> object:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _GpuUpload:
+    def __init__(self, device: torch.device, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._device, self._begin, self._end = device, begin, end
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def seconds(self) -> float | None:
+        if not self._end.query():  # type: ignore[no-untyped-call]
+            return None
+        took_ms: float = self._begin.elapsed_time(self._end)
+        return took_ms * 1e-3
+
+
+def measured_upload(memory: LayerMemory, device: torch.device) -> float:
+    """Bytes/s at which experts of the layer are copied to the device, MEASURED_BYTES of them."""
+    shape, uploads = memory.shape, GpuUploads(device)
+    sizes = (shape.up.matrix_bytes, shape.down.matrix_bytes)
+    to = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    transfers: list[Transfer] = []
+    while sum(transfer.nbytes for transfer in transfers) < MEASURED_BYTES:
+        for number in range(len(memory.in_ram)):
+            for part in memory.places(number):
+                transfers += [Transfer(to.data_ptr(), source, nbytes) for source, nbytes in part]
+    torch.cuda.synchronize(device)  # `to` is not used by another stream
+    rates = []
+    for _ in range(2):  # the first one wakes the link
+        upload = uploads.start(transfers, None)
+        uploads.close()
+        rates.append(sum(transfer.nbytes for transfer in transfers) / (upload.seconds() or 1.0))
+    return max(rates)
+
+
+class HostUploads:
+    """The uploads of a simulated GPU, which computes a launch before it returns: whatever was launched is done."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._copier = HostCopier(bytes_per_s)
+
+    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+        return _HostUpload(self._copier.start_spans([(t.to, t.source, t.nbytes) for t in transfers]))
+
+    def reached(self) -> object:
+        return None
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+class _HostUpload:
+    def __init__(self, copy: HostCopy) -> None:
+        self._copy = copy
+
+    def join(self) -> None:
+        self._copy.arrived.wait()
+
+    def seconds(self) -> float | None:
+        return self._copy.seconds if self._copy.done() else None

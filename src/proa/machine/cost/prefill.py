@@ -1,0 +1,93 @@
+"""How the experts of a layer that lie in RAM are divided for a prompt: some are copied to the GPU over PCIe, the CPU
+computes the others meanwhile. The division at which both end together, from rates that are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+HALF = 0.5  # weight of the latest measurement
+MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
+
+
+@dataclass(frozen=True)
+class CpuExpertCost:
+    """The CPU's time for its experts of a layer: for each job `expert_s` per expert that it reads, and `pair_s` per
+    (token, expert) pair that it computes."""
+
+    expert_s: float
+    pair_s: float
+
+    def seconds(self, experts: float, pairs: float, jobs: int = 1) -> float:
+        """jobs: the layer's tokens come in so many chunks, and each reads its experts anew."""
+        return jobs * self.expert_s * experts + self.pair_s * pairs
+
+    def scaled(self, factor: float) -> CpuExpertCost:
+        return CpuExpertCost(self.expert_s * factor, self.pair_s * factor)
+
+
+@dataclass(frozen=True)
+class PrefillRates:
+    """What a layer's experts cost on either side. Values, updated by `after_*`."""
+
+    copy_bytes_per_s: float  # RAM to VRAM, while the CPU computes
+    cpu: CpuExpertCost
+
+    def after_copies(self, nbytes: int, took_s: float) -> PrefillRates:
+        """The rates after copies of `nbytes` that took this long."""
+        if nbytes <= 0 or took_s <= 0:
+            return self
+        factor = _bounded(nbytes / took_s / self.copy_bytes_per_s)
+        return replace(self, copy_bytes_per_s=self.copy_bytes_per_s * (1 + HALF * (factor - 1)))
+
+    def after_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
+        """The rates after CPU jobs of a prompt that took this long, and were predicted to take predicted_s."""
+        if predicted_s <= 0 or took_s <= 0:
+            return self
+        return replace(self, cpu=self.cpu.scaled(1 + HALF * (_bounded(took_s / predicted_s) - 1)))
+
+
+def _bounded(factor: float) -> float:
+    return min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+
+
+def fitted_cost(few: tuple[float, float, float], many: tuple[float, float, float]) -> CpuExpertCost:
+    """The cost from two measured jobs, each (experts, pairs, seconds); `many` has more pairs per expert."""
+    (experts, pairs, took_s), (experts_2, pairs_2, took_2_s) = few, many
+    determinant = experts * pairs_2 - experts_2 * pairs
+    if determinant <= 0:
+        raise ValueError(f"{pairs_2} pairs of {experts_2} experts are not more per expert than {pairs} of {experts}")
+    expert_s = (took_s * pairs_2 - took_2_s * pairs) / determinant
+    pair_s = (experts * took_2_s - experts_2 * took_s) / determinant
+    # noise may make one of them negative: then all time counts as the other's
+    if pair_s <= 0:
+        return CpuExpertCost(took_s / experts, 0.0)
+    return CpuExpertCost(expert_s, pair_s) if expert_s > 0 else CpuExpertCost(0.0, took_2_s / pairs_2)
+
+
+@dataclass(frozen=True)
+class Division:
+    """streamed: experts that are copied; predicted durations of the copies and of the CPU's jobs."""
+
+    streamed: int
+    copies_s: float
+    cpu_s: float
+
+
+def divide(
+    experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, *,
+    jobs: int = 1, most: int | None = None,
+) -> Division:  # fmt: skip
+    """Divide `experts` in RAM, of which each token chooses `chosen_per_token` on average, all alike; at most `most` are
+    streamed. Of equally fast divisions the one with the fewest copies."""
+    share = min(1.0, chosen_per_token / experts) if experts else 0.0
+    per_job = tokens / jobs
+    read = 1 - (1 - share) ** per_job  # the share of experts that a job's tokens choose at all
+
+    def at(streamed: int) -> Division:
+        left = experts - streamed
+        copies_s = streamed * expert_bytes / rates.copy_bytes_per_s
+        return Division(streamed, copies_s, rates.cpu.seconds(left * read, left * share * tokens, jobs))
+
+    candidates = range((experts if most is None else min(most, experts)) + 1)
+    return min(map(at, candidates), key=lambda d: (max(d.copies_s, d.cpu_s), d.streamed))

@@ -1,0 +1,89 @@
+"""VRAM for streamed prefill: the ring that experts in RAM are copied to, and the rows of long prompts. Never: copies,
+dividing experts (machine/cost/prefill.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proa.config.options import EngineOptions
+from proa.models.spec import Model
+from proa.obs.units import format_bytes
+from proa.ops import sizes
+from proa.plan.placement import MoeLayer
+from proa.types import Decision
+
+BANKS = 2  # of the ring: one layer is read while the next arrives
+LEAST_EXPERTS = 4  # in a bank, below which a ring is not worth its VRAM
+MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident experts otherwise
+ROWS_SHARE = 0.02  # of the usable VRAM, for the rows of a long prompt
+PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
+ALIGNMENT_BYTES = 256  # of an expert in the ring
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step."""
+
+    nbytes: int = 0
+    pass_tokens: int = 0
+    rows_bytes: int = 0
+    why: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes + self.rows_bytes
+
+
+def plan_ring(
+    spec: Model, layers: Sequence[MoeLayer], options: EngineOptions, budget_bytes: int, batch_tokens: int,
+    context_tokens: int,
+) -> RingPlan:  # fmt: skip
+    """Plan the ring of a model some of whose experts stay in RAM. budget_bytes: usable VRAM; batch_tokens: rows that
+    are computed at once."""
+    mode = options.gpus.prefill
+    if mode == "cpu":
+        return RingPlan(why="as asked")
+    if options.scheduler.deterministic:
+        return RingPlan(why="--deterministic: an expert must be computed by the same kernel in every prompt")
+    if options.scheduler.prefill_share == 0:
+        return RingPlan(why="--prefill-share 0: prompts share steps with decode")
+    largest = max(_slot_bytes(layer) * layer.experts for layer in layers)
+    nbytes = min(BANKS * largest, int(MOST_SHARE * budget_bytes))
+    if nbytes < BANKS * LEAST_EXPERTS * max(map(_slot_bytes, layers)):
+        return RingPlan(why=f"{format_bytes(int(MOST_SHARE * budget_bytes))} of VRAM, a tenth, hold too few experts")
+    tokens = max(batch_tokens, min(PASS_TOKENS, context_tokens))
+    while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens) > ROWS_SHARE * budget_bytes:
+        tokens = max(batch_tokens, tokens // 2)
+    per_bank = nbytes // BANKS // max(map(_slot_bytes, layers))
+    why = f"up to {per_bank} experts of a layer are copied to the GPU while it computes the layer before"
+    return RingPlan(nbytes, tokens, _rows_bytes(spec, options, tokens, batch_tokens) + _tables_bytes(layers), why)
+
+
+def ring_row(asked: str, got: RingPlan) -> Decision:
+    """The row of the start-up table."""
+    if not got.nbytes:
+        return Decision("prefill", asked, "cpu", f"experts in RAM are computed by the CPU: {got.why}")
+    rest = "the CPU computes the others" if asked == "auto" else "the CPU computes what the ring does not hold"
+    size = f"{asked}, ring of {format_bytes(got.nbytes)}, up to {got.pass_tokens} tokens"
+    return Decision("prefill", asked, size, f"{got.why}; {rest}")
+
+
+def _slot_bytes(layer: MoeLayer) -> int:
+    return -(-layer.expert_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _tables_bytes(layers: Sequence[MoeLayer]) -> int:
+    return sizes.residency_bytes(len(layers), max(layer.experts for layer in layers))
+
+
+def _rows_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int) -> int:
+    """Bytes of a pass beyond those of a step: hidden states before and after a block, at the end of the pass once more
+    as one tensor, angles, inputs of its chunks, and fault records."""
+    chunks = -(-tokens // batch_tokens)
+    angles = sum(sizes.angle_bytes(tokens, rope.dim) for rope in spec.ropes)
+    pages = -(-(options.cache.context or spec.max_positions) // options.cache.page_tokens)
+    inputs = (chunks - 1) * sizes.input_bytes(batch_tokens, options.scheduler.max_running, pages)
+    top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
+    faults = (tokens - batch_tokens) * (sizes.FAULT_COLUMNS + top_k) * 4
+    return 3 * 2 * tokens * spec.hidden + angles + inputs + faults

@@ -1,0 +1,148 @@
+"""Prompts whose experts are copied to the device while they pass through the layers: logits, order, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_engines import Kept, Split, load_split
+from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.executor import Executor
+from proa.native.pool import Pool
+from teacher_forced import all_experts, prompts
+from tiny import make_tiny
+
+PAGE_TOKENS, CONTEXT, SEQUENCES = 4, 256, 6
+DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+FAMILIES = ["qwen3-moe", "qwen3-next", "deepseek-v3", "gpt-oss"]
+Load = Callable[..., Executor[Any]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """load(family, split, device, rows=..., keep=...): an executor that computes up to `rows` rows at once."""
+    folder = tmp_path_factory.mktemp("streaming")
+
+    def made(family: str, split: Split, device: str, *, rows: int, keep: list[Kept] | None = None) -> Executor[Any]:
+        path = folder / family
+        if not path.exists():
+            make_tiny(family, path)
+        model = load_split(path, pool, split, device, keep=keep, **all_experts(path))
+        limits = StepLimits(rows, SEQUENCES, CONTEXT, PAGE_TOKENS, head_rows=64, pass_rows=192)
+        return model.make(limits, SEQUENCES * CONTEXT // PAGE_TOKENS)
+
+    return made
+
+
+def spans(texts: list[list[int]], start: int = 0) -> list[Span]:
+    pages = CONTEXT // PAGE_TOKENS
+    return [
+        Span(text[start:], start, list(range(i * pages, (i + 1) * pages)), len(text), i) for i, text in enumerate(texts)
+    ]
+
+
+def passed(executor: Executor[Any], batch: StepBatch, between: Callable[[], None] = lambda: None) -> Tensor:
+    """Logits of all rows of a step in parts. between: called after each part."""
+    step = executor.launch(batch, in_parts=True)
+    while not executor.advance(step, 1):
+        between()
+    executor.sample(step, (), ())
+    assert executor.wait(step).faults == {}
+    rows = range(batch.num_tokens)
+    return torch.cat([executor.logits_of(step, rows[i : i + 64]).clone() for i in range(0, len(rows), 64)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_cpu(family: str, device: str, load: Load) -> None:
+    """In one chunk and in several, with rings for all experts of a layer, for some and in divisions of any size."""
+    texts = prompts([70, 9, 50])
+    want = passed(load(family, Split(0.25), device, rows=192), StepBatch(spans(texts)))
+    found = {}
+    for rows in (192, 48):
+        for mode, ring in (("stream", 1 << 22), ("stream", 1 << 17), ("auto", 1 << 22)):
+            split = Split(0.25, prefill=mode, ring_bytes=ring)
+            found[rows, mode, ring] = passed(load(family, split, device, rows=rows), StepBatch(spans(texts)))
+    for (rows, *case), logits in found.items():
+        if device == "sim" and rows == 192:  # the same kernels compute the experts, wherever they are
+            assert torch.equal(logits, want), case
+        # torch's products of fewer rows are rounded otherwise, as are those of a GPU's kernels
+        torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
+        assert (logits - want).abs().mean() < 0.01, (rows, *case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_between_parts_uses_its_own_tables(device: str, load: Load) -> None:
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.25, prefill="stream", ring_bytes=1 << 22), device, rows=48, keep=keep)
+    texts = prompts([100])
+    alone = passed(executor, StepBatch(spans(texts)))
+    position = iter(range(1000))
+
+    def decode() -> None:
+        at = next(position)
+        pages = CONTEXT // PAGE_TOKENS
+        other = Span([7 + at], at, list(range(2 * pages, 3 * pages)), 1, 2)
+        jobs = executor.counters().jobs
+        step = executor.launch(StepBatch([other]))
+        executor.sample(step, (), ())
+        assert executor.wait(step).faults == {}
+        assert executor.counters().jobs > jobs, "decode's experts in RAM are the CPU's"
+
+    again = passed(executor, StepBatch(spans(texts)), decode)
+    assert torch.equal(alone, again)
+    streaming = keep[0].hybrid.streaming
+    assert streaming is not None
+    assert not streaming.under_way
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_expert_crosses_once(device: str, load: Load) -> None:
+    """A pass in several chunks copies each expert in RAM once, and the CPU computes none."""
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.25, prefill="stream", ring_bytes=1 << 22), device, rows=32, keep=keep)
+    before = executor.counters().jobs
+    passed(executor, StepBatch(spans(prompts([150]))))
+    hybrid = keep[0].hybrid
+    assert hybrid.streaming is not None
+    in_ram = sum(len(layer.memory.in_ram) for layer in hybrid.layers)
+    assert hybrid.streaming.totals.experts == in_ram
+    each = hybrid.layers[0].memory.shape
+    assert hybrid.streaming.totals.nbytes == in_ram * (each.up.matrix_bytes + each.down.matrix_bytes)
+    assert executor.counters().jobs == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> None:
+    executor = load("qwen3-next", Split(0.25, prefill="stream", ring_bytes=1 << 22), device, rows=48)
+    texts = prompts([120])
+    want = passed(executor, StepBatch(spans(texts)))
+    for units in (0, 1, 5):
+        step = executor.launch(StepBatch(spans(prompts([90]))), in_parts=True)
+        executor.advance(step, units)
+        executor.cancel(step)
+    assert torch.equal(passed(executor, StepBatch(spans(texts))), want)
+
+
+def test_rates_follow_what_is_measured(load: Load) -> None:
+    """Wrong rates at first: the division moves towards the faster side."""
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.0, prefill="auto", ring_bytes=1 << 22), "sim", rows=192, keep=keep)
+    streaming = keep[0].hybrid.streaming
+    assert streaming is not None
+    first = streaming.rates
+    for _ in range(3):
+        passed(executor, StepBatch(spans(prompts([150]))))
+    assert streaming.rates.copy_bytes_per_s != first.copy_bytes_per_s
+    assert streaming.totals.passes == 3
+    assert streaming.totals.tokens == 450
