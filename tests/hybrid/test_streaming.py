@@ -116,9 +116,9 @@ def test_each_expert_crosses_once(device: str, load: Load) -> None:
     hybrid = keep[0].hybrid
     assert hybrid.streaming is not None
     in_ram = sum(len(layer.memory.in_ram) for layer in hybrid.layers)
-    assert hybrid.streaming.totals.experts == in_ram
+    assert hybrid.streaming.totals.streamed == in_ram
     each = hybrid.layers[0].memory.shape
-    assert hybrid.streaming.totals.nbytes == in_ram * (each.up.matrix_bytes + each.down.matrix_bytes)
+    assert hybrid.streaming.totals.streamed_bytes == in_ram * (each.up.matrix_bytes + each.down.matrix_bytes)
     assert executor.counters().jobs == before
 
 
@@ -145,4 +145,4 @@ def test_rates_follow_what_is_measured(load: Load) -> None:
         passed(executor, StepBatch(spans(prompts([150]))))
     assert streaming.rates.copy_bytes_per_s != first.copy_bytes_per_s
     assert streaming.totals.passes == 3
-    assert streaming.totals.tokens == 450
+    assert streaming.totals.pass_tokens == 450

@@ -14,6 +14,7 @@ from proa.bench.gpu_rates import GpuRates
 
 MOST_BYTES = 4 << 30  # far larger than any GPU's cache
 UPLOAD_BYTES = 256 << 20
+SIDE = 8192  # of the matrices whose product is timed; random, since zeros take less power and run faster
 ROUNDS = 10
 
 
@@ -29,7 +30,10 @@ def rates(device: torch.device) -> GpuRates:
     pinned = torch.zeros(upload_bytes // 4, dtype=torch.float32, pin_memory=True)
     place = there[: len(pinned)]
     found_upload = upload_bytes / _best_s(lambda: place.copy_(pinned, non_blocking=True))
-    return GpuRates(copy=found_copy, read=found_read, upload=found_upload)
+    product = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
+    a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    found_flops = 2 * SIDE**3 / _best_s(lambda: torch.mm(a, b, out=product))
+    return GpuRates(copy=found_copy, read=found_read, upload=found_upload, flops=found_flops)
 
 
 def _best_s(work: Callable[[], object]) -> float:

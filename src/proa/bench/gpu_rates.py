@@ -16,11 +16,12 @@ _TIMEOUT_S = 180.0
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes per second, the maximum of several rounds."""
+    """Rates, the maximum of several rounds: bytes per second, but for flops."""
 
     copy: float  # copy within VRAM: bytes read plus bytes written
     read: float  # sum over VRAM: bytes read
     upload: float  # copy from pinned RAM to VRAM
+    flops: float  # operations per second of a large bfloat16 product, not bytes
 
     @property
     def memory(self) -> float:

@@ -16,9 +16,10 @@ BENCHMARKS = {
     "kernels": "proa.cli.bench_kernels",
     "load": "proa.cli.bench_load",
     "hybrid": "proa.cli.bench_hybrid",
+    "prefill": "proa.cli.bench_prefill",
 }
 OVERVIEW = """\
-usage: proa bench latency|serve|kernels|load|hybrid [options]
+usage: proa bench latency|serve|kernels|load|hybrid|prefill [options]
 
 Measure a model or the CPU's kernels on this machine, and compare with the hardware limit (the roof).
 
@@ -27,6 +28,7 @@ Measure a model or the CPU's kernels on this machine, and compare with the hardw
   kernels  the experts of one layer on the CPU, in every weight format, without a model
   load     loading a model from its files into memory: GB/s and peak memory
   hybrid   a GPU and the CPU together, with random weights: tokens/s, where a step's time goes
+  prefill  a GPU and the CPU together, with random weights: time to first token by the prompt's length, the bound
 
 latency and serve load a model themselves, or measure a running server with --url. --json prints all figures.
 `proa bench latency --help` etc. show the options of each.
@@ -42,6 +44,6 @@ def run(argv: Sequence[str]) -> int:
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "No benchmark is given."
         raise UsageError(
-            shown, f"{did_you_mean(word, BENCHMARKS)} Choose latency, serve, kernels, load or hybrid.".strip()
+            shown, f"{did_you_mean(word, BENCHMARKS)} Choose latency, serve, kernels, load, hybrid or prefill.".strip()
         )
     return load_command(BENCHMARKS[word])(argv[1:])

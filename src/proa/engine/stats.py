@@ -67,11 +67,29 @@ class ResidencyStats(msgspec.Struct, frozen=True, array_like=True):
     moved_bytes: int = 0  # copied between VRAM and RAM, both ways
 
 
+class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
+    """Prompts whose experts in RAM were divided between copies to the GPU and the CPU. Gauges from copy_bytes_per_s
+    on."""
+
+    passes: int = 0  # steps in parts
+    tokens: int = 0
+    streamed: int = 0  # experts copied to the GPU, over all layers
+    left_to_cpu: int = 0  # experts in RAM that were not
+    streamed_bytes: int = 0
+    copy_seconds: float = 0.0  # of passes that were measured: none beside decode
+    predicted_seconds: float = 0.0  # of these passes, for the slower of copies and the CPU
+    took_seconds: float = 0.0  # what it took
+    copy_bytes_per_s: float = 0.0  # rates by which the next prompt is divided
+    cpu_expert_seconds: float = 0.0
+    cpu_pair_seconds: float = 0.0
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     scheduler: SchedulerStats = SchedulerStats()
     seconds: StepSeconds = StepSeconds()
     cpu_experts: CpuExpertStats = CpuExpertStats()
     residency: ResidencyStats = ResidencyStats()
+    prefill: PrefillStats = PrefillStats()
 
     def values(self) -> dict[str, float]:
         """Every value by its path, such as "scheduler.steps"."""
@@ -82,7 +100,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
         }
 
 
-def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats]:
+def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats, PrefillStats]:
     """The statistics in a device session's counters."""
     cpu = CpuExpertStats(
         jobs=done.jobs, weight_bytes=done.weight_bytes, needed=done.experts, foreseen=done.foreseen,
@@ -92,4 +110,10 @@ def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats]:
         looks=done.looks, choices=done.choices, hits=done.hits, hit_bytes=done.hit_bytes,
         missed_bytes=done.missed_bytes, moved_bytes=done.moved_bytes,
     )  # fmt: skip
-    return cpu, residency
+    prefill = PrefillStats(
+        passes=done.passes, tokens=done.pass_tokens, streamed=done.streamed, left_to_cpu=done.left_to_cpu,
+        streamed_bytes=done.streamed_bytes, copy_seconds=done.copy_s, predicted_seconds=done.predicted_s,
+        took_seconds=done.took_s, copy_bytes_per_s=done.copy_bytes_per_s, cpu_expert_seconds=done.cpu_expert_s,
+        cpu_pair_seconds=done.cpu_pair_s,
+    )  # fmt: skip
+    return cpu, residency, prefill

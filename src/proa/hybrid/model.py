@@ -217,6 +217,8 @@ class HybridModel:
     def counters(self) -> Counters:
         """The doorbell's counters since the start, with hits and moved bytes if choices are counted."""
         cpu = NOTHING_COUNTED if self.transport is None else self.transport.counters()
+        if self.streaming is not None:
+            cpu = self.streaming.counted(cpu)
         if self.counting is None:
             return cpu
         moved_bytes = 0 if self.moves is None else self.moves.moved.nbytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,12 +47,13 @@ class PassTotals:
     """Sums over all passes since the start."""
 
     passes: int = 0
-    tokens: int = 0
-    experts: int = 0  # copied to the ring, for all layers
-    nbytes: int = 0
-    copy_s: float = 0.0
-    predicted_s: float = 0.0  # the longer of copies and the CPU's jobs, as divided
-    kept: int = 0  # experts in RAM that were left to the CPU, for all layers
+    pass_tokens: int = 0
+    streamed: int = 0  # experts copied to the ring, over all layers
+    left_to_cpu: int = 0  # experts in RAM that were not
+    streamed_bytes: int = 0
+    copy_s: float = 0.0  # of passes that were measured, as the following ones
+    predicted_s: float = 0.0  # sum over layers of the longer of copies and CPU jobs, as divided
+    took_s: float = 0.0  # the longer of all copies and all CPU jobs
 
 
 @dataclass
@@ -114,10 +115,9 @@ class Streaming:
         self._pass = one = _Pass(chunks, experts, divisions, left=chunks)
         self._before = counters
         self.totals.passes += 1
-        self.totals.tokens += tokens
-        self.totals.predicted_s += sum(max(of.copies_s, of.cpu_s) for of in divisions)
-        self.totals.experts += sum(map(len, experts))
-        self.totals.kept += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        self.totals.pass_tokens += tokens
+        self.totals.streamed += sum(map(len, experts))
+        self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
         for at in range(min(BANKS, len(one.experts))):
             self._copy(one, at)
         self._publish(one)
@@ -156,7 +156,7 @@ class Streaming:
             one.uploads[at] = self._uploads.start(transfers, self._free[bank])
             nbytes = sum(transfer.nbytes for transfer in transfers)
             one.nbytes += nbytes
-            self.totals.nbytes += nbytes
+            self.totals.streamed_bytes += nbytes
 
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the layer under way, on the current stream."""
@@ -198,14 +198,26 @@ class Streaming:
         if one is None or before is None:
             return
         seconds = [upload.seconds() for upload in one.uploads.values()]
-        took_s = sum(second for second in seconds if second is not None)
-        if None not in seconds:
-            self.totals.copy_s += took_s
-            self.rates = self.rates.after_copies(one.nbytes, took_s)
-        predicted_s = sum(of.cpu_s for of in one.divisions)
+        if None in seconds:
+            return
+        copy_s = sum(second for second in seconds if second is not None)
+        self.rates = self.rates.after_copies(one.nbytes, copy_s)
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
-        if counters.jobs - before.jobs == jobs:  # else decode ran in between, whose jobs cost other times
-            self.rates = self.rates.after_jobs(predicted_s, counters.moe_s - before.moe_s)
+        if counters.jobs - before.jobs != jobs:
+            return  # decode ran in between, whose jobs cost other times
+        cpu_s = counters.moe_s - before.moe_s
+        self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
+        self.totals.copy_s += copy_s
+        self.totals.predicted_s += sum(max(of.copies_s, of.cpu_s) for of in one.divisions)
+        self.totals.took_s += max(copy_s, cpu_s)
+
+    def counted(self, counters: Counters) -> Counters:
+        """The counters with those of the passes."""
+        rates = self.rates
+        return replace(
+            counters, **asdict(self.totals), copy_bytes_per_s=rates.copy_bytes_per_s,
+            cpu_expert_s=rates.cpu.expert_s, cpu_pair_s=rates.cpu.pair_s,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._uploads.close()

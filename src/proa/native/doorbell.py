@@ -130,7 +130,7 @@ class JobSize:
 @dataclass(frozen=True)
 class Counters:
     """Totals since the doorbell was created; a job is included once `check` has returned after it. Fields from
-    `choices` on are totals of steps, filled by hybrid/counting.py."""
+    `choices` on are totals of steps, filled by hybrid/counting.py, from `passes` on by hybrid/streaming.py."""
 
     jobs: int
     pairs: int  # (token, expert) pairs
@@ -147,6 +147,17 @@ class Counters:
     hit_bytes: int = 0  # weights of the hits, each expert once per step
     missed_bytes: int = 0  # weights of the other choices, each expert once per step
     moved_bytes: int = 0  # weights of experts that changed places, copied both ways
+    passes: int = 0  # steps in parts whose experts in RAM were divided
+    pass_tokens: int = 0
+    streamed: int = 0  # experts copied to the ring in these passes, over all layers
+    left_to_cpu: int = 0  # experts in RAM that were not
+    streamed_bytes: int = 0
+    copy_s: float = 0.0  # of passes that were measured, as the following ones
+    predicted_s: float = 0.0  # sum over layers of the longer of copies and CPU jobs
+    took_s: float = 0.0  # the longer of all copies and all CPU jobs
+    copy_bytes_per_s: float = 0.0  # the present rates, by which passes are divided
+    cpu_expert_s: float = 0.0
+    cpu_pair_s: float = 0.0
 
 
 NOTHING_COUNTED = Counters(jobs=0, pairs=0, weight_bytes=0, moe_s=0.0, waiting_s=0.0)

@@ -92,6 +92,27 @@ SAMPLED: dict[str, Declared] = {
     "residency.moved_bytes": Declared(
         "proa_expert_moved_bytes", "counter", "Bytes of experts copied between VRAM and RAM, in both directions"
     ),
+    "prefill.passes": Declared("proa_prefill_passes", "counter", "Prefill steps whose experts in RAM were divided"),
+    "prefill.tokens": Declared("proa_prefill_pass_tokens", "counter", "Tokens of these steps"),
+    "prefill.streamed": Declared("proa_prefill_streamed_experts", "counter", "Experts copied to the GPU for them"),
+    "prefill.left_to_cpu": Declared("proa_prefill_cpu_experts", "counter", "Experts in RAM left to the CPU in them"),
+    "prefill.streamed_bytes": Declared("proa_prefill_streamed_bytes", "counter", "Bytes of experts copied for them"),
+    "prefill.copy_seconds": Declared("proa_prefill_copy_seconds", "counter", "Seconds of these copies, if measured"),
+    "prefill.predicted_seconds": Declared(
+        "proa_prefill_predicted_seconds", "counter", "Predicted seconds of measured steps' experts in RAM"
+    ),
+    "prefill.took_seconds": Declared(
+        "proa_prefill_took_seconds", "counter", "Seconds that measured steps' experts in RAM took"
+    ),
+    "prefill.copy_bytes_per_s": Declared(
+        "proa_prefill_copy_bytes_per_second", "gauge", "Rate of copies to the GPU by which prompts are divided"
+    ),
+    "prefill.cpu_expert_seconds": Declared(
+        "proa_prefill_cpu_expert_seconds", "gauge", "Seconds of the CPU for an expert, by which prompts are divided"
+    ),
+    "prefill.cpu_pair_seconds": Declared(
+        "proa_prefill_cpu_pair_seconds", "gauge", "Seconds of the CPU for a (token, expert) pair of an expert"
+    ),
     "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
     "scheduler.cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"

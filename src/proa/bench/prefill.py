@@ -1,0 +1,228 @@
+"""`proa bench prefill`: time to first token by the length of the prompt, with experts on a GPU and in RAM. Uses random
+weights, made in memory, of real models' shapes. prefill_bound.py computes the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from proa.bench.gpu_rates import GpuRates, measure_gpu
+from proa.bench.hybrid import HybridEngineOptions
+from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
+from proa.bench.limit import busy_notes
+from proa.bench.prefill_bound import Shape, bound_s, prediction_error
+from proa.bench.prompts import random_prompts
+from proa.bench.result import Result, result
+from proa.config.field import option
+from proa.config.options import (
+    DUMMY_FORMATS,
+    CacheOptions,
+    EngineOptions,
+    GpuOptions,
+    ModelOptions,
+    SchedulerOptions,
+)
+from proa.engine.processes.client import EngineClient
+from proa.engine.processes.handle import EngineHandle
+from proa.engine.stats import PrefillStats
+from proa.errors import ProaError, UsageError
+from proa.models.families import declare
+from proa.plan.budget import KV_ELEM_BYTES
+from proa.plan.prepare import Prepared, prepare
+from proa.types import EngineRequest, Sampling
+from proa.weights.frequencies import ROUTERS
+
+QUESTION = "How long does a prompt take to its first token?"
+LENGTHS = ("uniform", "zipf")
+MOST_PROMPT = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """Options of `proa bench prefill`."""
+
+    shape: str = option(
+        "qwen3-30b-a3b", help="the model whose layer sizes are used; its weights are random",
+        choices=tuple(MODEL_SHAPES), common=True,
+    )  # fmt: skip
+    layers: int | None = option(None, help="number of its layers to use; default: all", low=1, high=1000, common=True)
+    format: str = option(
+        "bf16", help="format of experts and linear layers: see --dummy-format", choices=DUMMY_FORMATS, common=True
+    )
+    tokens: str = option(
+        "128,512,2048,8192,16384", help="lengths of the prompts, measured one after another", metavar="LIST",
+        common=True,
+    )  # fmt: skip
+    cached: int = option(
+        0, help="tokens of a prefix that is in the prefix cache before each prompt", kind="tokens", low=0,
+        high=MOST_PROMPT, common=True,
+    )  # fmt: skip
+    resident: float = option(
+        0.0, help="percentage of each layer's experts in VRAM", metavar="PERCENT", low=0, high=100, common=True
+    )
+    router: str = option(
+        "uniform", help="routing; uniform: all experts equally likely; zipf: a few hot experts",
+        choices=tuple(word for word in ROUTERS if word in LENGTHS), common=True,
+    )  # fmt: skip
+    mode: str = option(
+        "auto", help="what computes the experts in RAM: as --prefill of `proa serve`",
+        choices=("auto", "cpu", "stream"), common=True,
+    )  # fmt: skip
+    runs: int = option(5, help="prompts of each length; the median is reported, after two more that warm up", low=1)
+    max_batch_tokens: int | None = option(
+        None, help="most tokens computed at once; default: as `proa serve`", low=1, high=1 << 20
+    )
+    engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One prompt: its time to first token, and the counters of prefill before and after it."""
+
+    ttft_s: float
+    before: PrefillStats
+    after: PrefillStats
+
+
+def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
+    """Load the model, then measure each length and `report` each result. Raises ProaError."""
+    notes, shape = busy_notes(), MODEL_SHAPES[options.shape].cut(options.layers)
+    lengths = parse_lengths(options.tokens)
+    with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
+        prepared = prepare(folder, _engine_options(options, shape, lengths))
+        gpu = prepared.plan.gpu
+        if gpu is None:
+            why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
+            raise UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")
+        rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
+        asyncio.run(_measure_all(options, shape, lengths, prepared, rates, notes, report))
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens such as "128,512". Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 2 <= int(word) <= MOST_PROMPT for word in words):
+        takes = f"Give numbers from 2 to {MOST_PROMPT}, separated by commas."
+        raise UsageError(f"--tokens is {text!r}.", takes, param="tokens")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequence[int]) -> EngineOptions:
+    gpus: GpuOptions = options.engine.gpus
+    if gpus.gpu_experts == "auto" and gpus.gpu_resident_layers is None:
+        gpus = replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
+    page_tokens = CacheOptions().page_tokens
+    tokens = options.cached + max(lengths) + 1
+    pages = -(-tokens // page_tokens) + 1
+    spec = declare(shape.config()).spec
+    kv_bytes = spec.kv_bytes_per_token(KV_ELEM_BYTES["bfloat16"])
+    return EngineOptions(
+        model=ModelOptions(
+            dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format
+        ),
+        # twice: the prefix stays, and each prompt takes the pages of the one before
+        cache=CacheOptions(
+            context=tokens,
+            kv_memory=2 * pages * page_tokens * kv_bytes,
+            page_tokens=page_tokens,
+            prefix_cache=options.cached > 0,
+        ),
+        scheduler=SchedulerOptions(max_running=4, max_batch_tokens=options.max_batch_tokens),
+        machine=options.engine.machine,
+        gpus=replace(gpus, prefill=options.mode),
+    )
+
+
+async def _measure_all(
+    options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], prepared: Prepared, rates: GpuRates | None,
+    notes: Sequence[str], report: Callable[[Result], None],
+) -> None:  # fmt: skip
+    engine = await EngineClient.launch(prepared.plan, own_thread=True)
+    try:
+        ready = await engine.wait_ready()
+        rows = (*prepared.plan.decisions, *ready.decisions)
+        said = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
+        for tokens in lengths:
+            runs = await _measure(engine, options, shape.vocab, tokens)
+            figures = _figures(options, prepared, rates, tokens, runs)
+            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *said)))
+    finally:
+        await engine.close()
+
+
+async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
+    """Prompts of this length, each behind the cached prefix and with new tokens of its own."""
+    (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
+    prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
+    if prefix:
+        await _first_token(engine, prefix, "prefix")
+    runs = []
+    for number, prompt in enumerate(prompts):
+        before = engine.stats.prefill
+        ttft_s = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
+        runs.append(_Run(ttft_s, before, engine.stats.prefill))
+    return runs[2:]
+
+
+async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> float:
+    """Seconds to the first token, which is the last one. Raises ProaError if there is none."""
+    request = EngineRequest(id=name, tokens=prompt, sampling=Sampling(max_tokens=1, temperature=0.0))
+    begin, took_s = time.perf_counter(), None
+    async with aclosing(engine.generate(request)) as events:
+        async for event in events:
+            if event.error:
+                raise ProaError(f"The engine generated no token: {event.error}", "Report this as a bug.")
+            took_s = took_s or time.perf_counter() - begin
+    if took_s is None:
+        raise ProaError("The engine generated no token.", "Report this as a bug.")
+    return took_s
+
+
+def _figures(
+    options: PrefillOptions, prepared: Prepared, rates: GpuRates | None, tokens: int, runs: Sequence[_Run]
+) -> dict[str, float | None]:
+    plan = prepared.plan
+    if plan.gpu is None:
+        raise ValueError("this plan has no GPU")
+    one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
+    now = runs[-1].after
+    copies = now.copy_bytes_per_s or plan.gpu.pcie_bytes_per_s or 0.0
+    upload = copies if rates is None else rates.upload
+    shape = Shape.of(prepared.declared.spec, plan.gpu)
+    flops = None if rates is None else rates.flops
+    streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
+    pcie_s = shape.in_ram_bytes / upload if upload else None
+    bound = bound_s(shape, tokens, upload, now, flops, options.cached)
+    return {
+        "tokens": float(tokens),
+        "ttft_s": one.ttft_s,
+        "ttft_s_least": min(run.ttft_s for run in runs),
+        "ttft_s_most": max(run.ttft_s for run in runs),
+        "ttft_s_median": median(run.ttft_s for run in runs),
+        "tokens_per_s": tokens / one.ttft_s,
+        "bound_s": bound,
+        "bound_share": None if bound is None else bound / one.ttft_s,
+        "pcie_s": pcie_s,
+        "pcie_share": None if pcie_s is None else pcie_s / one.ttft_s,
+        "flops_s": None if flops is None else shape.flops(tokens, options.cached) / flops,
+        "streamed_share": streamed / (streamed + left) if streamed + left else None,
+        "streamed_bytes": float(one.after.streamed_bytes - one.before.streamed_bytes),
+        "copy_s": one.after.copy_seconds - one.before.copy_seconds,
+        "prediction_error": prediction_error(one.before, one.after),
+        "upload_bytes_per_s": upload,
+        "copy_bytes_per_s": now.copy_bytes_per_s,
+        "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
+        "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
+        "flops_per_s": flops,
+        "ring_bytes": float(plan.gpu.ring_bytes),
+        "max_batch_tokens": float(plan.max_batch_tokens),
+    }

@@ -1,0 +1,55 @@
+"""Formats the results of `proa bench prefill` as a table. Never: figures that are not in the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from proa.bench.result import Result
+from proa.bench.table import number, origin
+from proa.obs.units import format_bytes, format_rate
+
+_COLUMNS = (
+    "tokens", "first token ms", "tokens/s", "bound ms", "% of it", "PCIe ms", "FLOPs ms", "streamed %", "prediction %",
+)  # fmt: skip
+_LEGEND = (
+    "bound: no division of the experts in RAM can be faster at the rates of this run; PCIe: all of them copied once; "
+    "FLOPs: all operations at the rate of a large product; streamed: experts in RAM that were copied; prediction: time "
+    "of experts in RAM against that predicted."
+)
+
+
+def render_prefill(results: Sequence[Result]) -> Group:
+    """Format one row per length. `results` must not be empty."""
+    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for found in results:
+        table.add_row(*_row(found.figures))
+    first, last = results[0], results[-1].figures
+    upload, in_service, ring = (last[name] or 0 for name in ("upload_bytes_per_s", "copy_bytes_per_s", "ring_bytes"))
+    rates = (
+        f"upload {format_rate(upload)}, in service {format_rate(in_service)}; the CPU: {number(last['cpu_expert_us'])} "
+        f"us per expert and {number(last['cpu_pair_us'])} us per token of it; ring {format_bytes(ring)}"
+    )
+    notes = dict.fromkeys(note for found in results for note in found.notes)
+    return Group(
+        Text(f"{first.question} {first.model}", style="bold"), table, Text(rates), Text(_LEGEND),
+        *(Text(f"note: {note}") for note in notes), Text(origin(first), style="dim"),
+    )  # fmt: skip
+
+
+def _row(figures: dict[str, float | None]) -> list[str]:
+    def scaled(name: str, factor: float) -> str:
+        value = figures[name]
+        return number(None if value is None else factor * value)
+
+    return [
+        scaled("tokens", 1), scaled("ttft_s", 1e3), scaled("tokens_per_s", 1), scaled("bound_s", 1e3),
+        scaled("bound_share", 100), scaled("pcie_s", 1e3), scaled("flops_s", 1e3), scaled("streamed_share", 100),
+        scaled("prediction_error", 100),
+    ]  # fmt: skip

@@ -1,0 +1,37 @@
+"""`proa bench prefill`: options and output; bench/prefill.py measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from proa.bench.prefill import PrefillOptions
+from proa.bench.prefill import run as measure
+from proa.bench.prefill_table import render_prefill
+from proa.bench.result import Result
+from proa.config.field import option
+from proa.config.parse import parse
+from proa.obs.console import console_out, write_out
+
+SUMMARY = "prompts with experts on a GPU and in RAM: time to first token by length, the bound, what was streamed"
+
+
+@dataclass(frozen=True)
+class PrefillCommand:
+    """options"""
+
+    bench: PrefillOptions = field(default_factory=PrefillOptions)
+    json: bool = option(False, help="print one JSON object per length, as soon as it is measured", common=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    options = parse(PrefillCommand, argv, prog="proa bench prefill", summary=SUMMARY).options
+    if options.json:
+        measure(options.bench, lambda found: write_out(msgspec.json.encode(found).decode() + "\n"))
+        return 0
+    results: list[Result] = []
+    measure(options.bench, results.append)
+    console_out().print(render_prefill(results))
+    return 0
