@@ -94,7 +94,10 @@ def test_padding_rows_are_not_recorded(rng: torch.Generator, device: torch.devic
 
 def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device) -> None:
     sums = Sums(rng, device)
-    for records in (FaultRecords(TOKENS - 1, TOKENS - 1, TOP_K, device), FaultRecords(TOKENS, TOP_K + 1, device)):
+    for records in (
+        FaultRecords(TOKENS - 1, TOKENS - 1, TOP_K, device),
+        FaultRecords(TOKENS, TOKENS, TOP_K + 1, device),
+    ):
         with pytest.raises(ValueError, match="records must be"):
             sums.combine(records.of(0))
     sums.x = sums.x[:, :-1]

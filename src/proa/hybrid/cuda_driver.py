@@ -39,6 +39,7 @@ class Driver:
             self._cuda = ctypes.CDLL(path)
         except OSError as error:
             raise NativeError(f"There is no CUDA driver: {error}.", _REMEDY) from error
+        self._functions: dict[str, Callable[..., int]] = {}
 
     def has_stream_mem_ops(self, device: torch.device) -> bool:
         found = c_int()
@@ -77,7 +78,8 @@ class Driver:
         self._call("cuLaunchHostFunc", stream, function, argument)
 
     def _call(self, name: str, *arguments: int) -> None:
-        if code := self._function(name)(*arguments):
+        function = self._functions.get(name) or self._function(name)
+        if code := function(*arguments):
             text = c_char_p()
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
             raise NativeError(f"{name} failed: {(text.value or b'error %d' % code).decode()}.", _REMEDY)
@@ -88,5 +90,5 @@ class Driver:
         except AttributeError:
             raise NativeError(f"The CUDA driver is too old: it has no {name}.", _REMEDY) from None
         function.argtypes = _SIGNATURES[name]
-        found: Callable[..., int] = function
+        self._functions[name] = found = function
         return found

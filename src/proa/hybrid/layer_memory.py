@@ -13,6 +13,7 @@ from proa.hybrid.slots import ExpertSlots
 from proa.models.ranks import CPU
 from proa.models.spec import Mlp
 from proa.native.formats import Form, Layout, kept_form
+from proa.native.weights import Piece
 from proa.ops.gated import ACTIVATIONS, GatedBiases, GatedStacks
 from proa.ops.packed import Memory, Stack
 from proa.ops.pieces import TAG, row_of
@@ -118,15 +119,12 @@ class LayerMemory:
         up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
         return up, down
 
-    def places(self, number: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Address and bytes of each piece of an expert in RAM, in panel order: (gate and up, down)."""
+    def pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """The pieces of the first expert in RAM, in panel order; those of the others follow in strides: (gate and up,
+        down)."""
         if self.stacks is None:
             raise ValueError("RAM has no expert of this layer")
-        up, down = (
-            [(piece.address, piece.nbytes) for piece in stack.pieces(number)]
-            for stack in (self.stacks.up, self.stacks.down)
-        )
-        return up, down
+        return self.stacks.up.pieces(0), self.stacks.down.pieces(0)
 
     def addresses(self, number: int) -> tuple[int, int]:
         """Tagged addresses (ops/pieces.py) of an expert in RAM, for the device's kernels: (gate and up, down)."""

@@ -4,14 +4,31 @@ copying."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.hybrid.slots import Slot
 
 BANKS = 2
-ALIGNMENT_BYTES = 256  # of slots: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Memory for `room` of a layer's experts: number i has gate and up at address up + i * up_bytes, down likewise, so
+    that experts that are neighbours in RAM are copied at once."""
+
+    up: int
+    down: int
+    up_bytes: int
+    down_bytes: int
+    room: int
+
+    @property
+    def strides(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(first address, bytes of each) of gate and up, and of down."""
+        return (self.up, self.up_bytes), (self.down, self.down_bytes)
 
 
 class Ring:
@@ -20,26 +37,16 @@ class Ring:
 
     def __init__(self, layers: Sequence[LayerMemory], nbytes: int, device: torch.device) -> None:
         """nbytes: of both banks."""
-        self._layers = layers
         self.bank_bytes = nbytes // BANKS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._banks = torch.empty(BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
+        self._banks = [[self._bank(layer, bank) for bank in range(BANKS)] for layer in layers]
 
-    def room(self, layer: int) -> int:
-        """Number of the layer's experts that a bank holds."""
-        return self.bank_bytes // slot_bytes(self._layers[layer])
+    def _bank(self, layer: LayerMemory, bank: int) -> Bank:
+        shape, first = layer.shape, self._memory[bank].data_ptr()
+        up_bytes, down_bytes = shape.up.matrix_bytes, shape.down.matrix_bytes
+        room = min(layer.experts, self.bank_bytes // (up_bytes + down_bytes))
+        return Bank(first, first + room * up_bytes, up_bytes, down_bytes, room)
 
-    def slot(self, layer: int, bank: int, number: int) -> Slot:
-        """Memory for one of the layer's experts, `number` < room(layer)."""
-        of, size = self._layers[layer].shape, slot_bytes(self._layers[layer])
-        memory = self._banks[bank, number * size : (number + 1) * size]
-        up, down = of.up.matrix_bytes, of.down.matrix_bytes
-        return Slot(
-            memory[:up].view(of.up.panels, of.up.panel_bytes),
-            memory[up : up + down].view(of.down.panels, of.down.panel_bytes),
-        )
-
-
-def slot_bytes(layer: LayerMemory) -> int:
-    """Bytes of one of the layer's experts in the ring."""
-    nbytes = layer.shape.up.matrix_bytes + layer.shape.down.matrix_bytes
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def bank(self, layer: int, number: int) -> Bank:
+        """Bank `number` as the layer uses it."""
+        return self._banks[layer][number]

@@ -16,6 +16,7 @@ CPU's. During a pass no expert moves (moves.py), so no table of either kind gets
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +31,7 @@ from proa.hybrid.uploads import Transfer, Upload, Uploads
 from proa.machine.cost.prefill import Division, PrefillRates, divide
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
+from proa.native.weights import Piece
 
 PREFILL = ("auto", "cpu", "stream")  # values of --prefill
 
@@ -69,6 +71,24 @@ class _Pass:
     nbytes: int = 0
 
 
+def _transfers(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
+    """Copies of the matrices with these ascending numbers to address `to`, one behind the other. Neighbours are copied
+    at once if each lies in one piece."""
+    if len(pieces) > 1:
+        sources = [(piece.address + number * piece.stride, piece.nbytes) for number in numbers for piece in pieces]
+        ends = itertools.accumulate(nbytes for _, nbytes in sources)
+        return [
+            Transfer(to + end - nbytes, source, nbytes) for (source, nbytes), end in zip(sources, ends, strict=True)
+        ]
+    (piece,), found, first = pieces, list[Transfer](), 0
+    for i, number in enumerate(numbers, 1):
+        if i == len(numbers) or numbers[i] != number + 1:
+            source = piece.address + numbers[first] * piece.stride
+            found.append(Transfer(to + first * piece.nbytes, source, (i - first) * piece.nbytes))
+            first = i
+    return found
+
+
 class Streaming:
     """Passes of one model. Called by one thread."""
 
@@ -80,6 +100,7 @@ class Streaming:
         self._layers, self._tables, self._ring, self._uploads, self._asked = layers, tables, ring, uploads, asked
         self.overlay = Overlay(tables)
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
+        self._pieces = {i: layers[i].pieces() for i in self._streamed}
         self._free: list[object] = [None] * BANKS  # reached once no launch reads the bank
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
@@ -123,12 +144,11 @@ class Streaming:
         self._publish(one)
 
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
-        memory, count = self._layers[layer], self._in_ram(layer)
-        room = min(self._ring.room(layer), count)
-        nbytes = memory.shape.up.matrix_bytes + memory.shape.down.matrix_bytes
-        chosen = self._asked.top_k * count / memory.experts
+        memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
+        room, nbytes = min(bank.room, count), bank.up_bytes + bank.down_bytes
         if self._asked.mode == "stream":
             return Division(room, room * nbytes / self.rates.copy_bytes_per_s, 0.0)
+        chosen = self._asked.top_k * count / memory.experts
         return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks, most=room)
 
     def _in_ram(self, layer: int) -> int:
@@ -136,33 +156,32 @@ class Streaming:
         return int((self._tables.owners[layer, : self._layers[layer].experts] == CPU).sum())
 
     def _hottest(self, layer: int, count: int, heat: NDArray[np.float32] | None) -> list[int]:
+        """The `count` most chosen experts of the CPU, in the order of their numbers in RAM."""
         own = np.flatnonzero(self._tables.owners[layer, : self._layers[layer].experts] == CPU)
         if heat is not None:
             own = own[np.argsort(-heat[layer, own], kind="stable")]
-        return [int(expert) for expert in own[:count]]
+        numbers = self._tables.numbers(layer, own[:count].tolist())
+        return [int(expert) for _, expert in sorted(zip(numbers, own[:count], strict=True))]
 
     def _copy(self, one: _Pass, at: int) -> None:
         """Start the copies of the layer at this position, once its bank is free."""
-        layer, bank, transfers = self._streamed[at], at % BANKS, list[Transfer]()
-        for number, expert in enumerate(one.experts[at]):
-            slot = self._ring.slot(layer, bank, number)
-            up, down = self._layers[layer].places(self._tables.number(layer, expert))
-            for memory, spans in ((slot.up, up), (slot.down, down)):
-                to = memory.data_ptr()
-                for source, nbytes in spans:
-                    transfers.append(Transfer(to, source, nbytes))
-                    to += nbytes
-        if transfers:
-            one.uploads[at] = self._uploads.start(transfers, self._free[bank])
-            nbytes = sum(transfer.nbytes for transfer in transfers)
-            one.nbytes += nbytes
-            self.totals.streamed_bytes += nbytes
+        layer, bank = self._streamed[at], self._ring.bank(self._streamed[at], at % BANKS)
+        numbers = self._tables.numbers(layer, one.experts[at])
+        if not numbers:
+            return
+        up, down = self._pieces[layer]
+        transfers = [*_transfers(numbers, up, bank.up), *_transfers(numbers, down, bank.down)]
+        one.uploads[at] = self._uploads.start(transfers, self._free[at % BANKS])
+        nbytes = sum(transfer.nbytes for transfer in transfers)
+        one.nbytes += nbytes
+        self.totals.streamed_bytes += nbytes
 
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the layer under way, on the current stream."""
-        layer, bank = self._streamed[one.at], one.at % BANKS
-        slots = {e: self._ring.slot(layer, bank, number) for number, e in enumerate(one.experts[one.at])}
-        self.overlay.publish(layer, slots)
+        layer, experts = self._streamed[one.at], one.experts[one.at]
+        bank = self._ring.bank(layer, one.at % BANKS)
+        up, down = ([to + i * of for i in range(len(experts))] for to, of in bank.strides)
+        self.overlay.publish(layer, experts, up, down)
 
     def join(self) -> None:
         """What is launched from now on may read the ring's experts of the layer under way."""

@@ -6,7 +6,7 @@ Never: deciding, weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -103,9 +103,10 @@ class Tables:
             _send(self._host_share, self._share)
             self._share_changed = False
 
-    def number(self, layer: int, expert: int) -> int:
-        """The number in RAM of an expert that the CPU owns, by the host's tables."""
-        return int(self._numbers[layer, expert])
+    def numbers(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """The numbers in RAM of experts that the CPU owns, by the host's tables."""
+        found: list[int] = self._numbers[layer, list(experts)].tolist()
+        return found
 
     def row(self, layer: int) -> Tensor:
         """A copy of the host's table of a layer."""
@@ -123,13 +124,13 @@ class Overlay:
         self._device = tables.empty_rows()
         self.residency = tables.views(self._device, in_place=False)
 
-    def publish(self, layer: int, slots: Mapping[int, Slot]) -> None:
-        """Send the layer's table, on the current stream. slots: of the experts in other memory."""
+    def publish(self, layer: int, experts: Sequence[int], up: Sequence[int], down: Sequence[int]) -> None:
+        """Send the layer's table, on the current stream. up, down: addresses of these experts in other memory."""
         row = self._tables.row(layer)
         addresses, numbers = (t[0].numpy() for t in _split(row[None], self._tables.experts))
-        for expert, slot in slots.items():
-            addresses[:, expert] = slot.up.data_ptr(), slot.down.data_ptr(), 0, 0
-            numbers[expert] = -1
+        ids = list(experts)
+        addresses[:, ids] = 0
+        addresses[0, ids], addresses[1, ids], numbers[ids] = up, down, -1
         _send(row, self._device[layer])
 
 

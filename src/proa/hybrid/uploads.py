@@ -98,9 +98,10 @@ def measured_upload(memory: LayerMemory, device: torch.device) -> float:
     to = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     transfers: list[Transfer] = []
     while sum(transfer.nbytes for transfer in transfers) < MEASURED_BYTES:
-        for number in range(len(memory.in_ram)):
-            for part in memory.places(number):
-                transfers += [Transfer(to.data_ptr(), source, nbytes) for source, nbytes in part]
+        for part in memory.pieces():
+            for number in range(len(memory.in_ram)):
+                sources = ((piece.address + number * piece.stride, piece.nbytes) for piece in part)
+                transfers += [Transfer(to.data_ptr(), source, nbytes) for source, nbytes in sources]
     torch.cuda.synchronize(device)  # `to` is not used by another stream
     rates = []
     for _ in range(2):  # the first one wakes the link
