@@ -72,7 +72,7 @@ def bound_s(
 
 
 def prediction_error(before: PrefillStats, after: PrefillStats) -> float | None:
-    """Measured over predicted time of the experts in RAM, less 1; None if no pass was measured."""
+    """Measured over predicted time of passes, less 1; None if no pass was measured."""
     predicted_s = after.predicted_seconds - before.predicted_seconds
     took_s = after.took_seconds - before.took_seconds
     return took_s / predicted_s - 1 if predicted_s > 0 else None

@@ -18,8 +18,8 @@ _COLUMNS = (
 )  # fmt: skip
 _LEGEND = (
     "bound: no division of the experts in RAM can be faster at the rates of this run; PCIe: all of them copied once; "
-    "FLOPs: all operations at the rate of a large product; streamed: experts in RAM that were copied; prediction: time "
-    "of experts in RAM against that predicted."
+    "FLOPs: all operations at the rate of a large product; streamed: experts in RAM that were copied; prediction: "
+    "measured over predicted time, less 1."
 )
 
 

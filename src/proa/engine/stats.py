@@ -77,8 +77,8 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
     left_to_cpu: int = 0  # experts in RAM that were not
     streamed_bytes: int = 0
     copy_seconds: float = 0.0  # of passes that were measured: none beside decode
-    predicted_seconds: float = 0.0  # of these passes, for the slower of copies and the CPU
-    took_seconds: float = 0.0  # what it took
+    predicted_seconds: float = 0.0  # of these passes
+    took_seconds: float = 0.0  # of these passes
     copy_bytes_per_s: float = 0.0  # rates by which the next prompt is divided
     cpu_expert_seconds: float = 0.0
     cpu_pair_seconds: float = 0.0

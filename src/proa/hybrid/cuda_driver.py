@@ -90,5 +90,6 @@ class Driver:
         except AttributeError:
             raise NativeError(f"The CUDA driver is too old: it has no {name}.", _REMEDY) from None
         function.argtypes = _SIGNATURES[name]
-        self._functions[name] = found = function
+        found: Callable[..., int] = function
+        self._functions[name] = found
         return found

@@ -17,6 +17,7 @@ CPU's. During a pass no expert moves (moves.py), so no table of either kind gets
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -54,14 +55,15 @@ class PassTotals:
     left_to_cpu: int = 0  # experts in RAM that were not
     streamed_bytes: int = 0
     copy_s: float = 0.0  # of passes that were measured, as the following ones
-    predicted_s: float = 0.0  # sum over layers of the longer of copies and CPU jobs, as divided
-    took_s: float = 0.0  # the longer of all copies and all CPU jobs
+    predicted_s: float = 0.0  # sum over layers of the longer of copies and computing, as divided
+    took_s: float = 0.0  # from the begin of each pass to the end of its launches
 
 
 @dataclass
 class _Pass:
     """A pass under way. left: chunks of the layer under way that were not launched yet."""
 
+    tokens: int
     chunks: int
     experts: list[list[int]]  # to be copied, by layer
     divisions: list[Division]
@@ -69,6 +71,7 @@ class _Pass:
     left: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)
     nbytes: int = 0
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 def _transfers(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
@@ -76,10 +79,8 @@ def _transfers(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list
     at once if each lies in one piece."""
     if len(pieces) > 1:
         sources = [(piece.address + number * piece.stride, piece.nbytes) for number in numbers for piece in pieces]
-        ends = itertools.accumulate(nbytes for _, nbytes in sources)
-        return [
-            Transfer(to + end - nbytes, source, nbytes) for (source, nbytes), end in zip(sources, ends, strict=True)
-        ]
+        firsts = itertools.accumulate((nbytes for _, nbytes in sources), initial=to)
+        return [Transfer(first, *source) for first, source in zip(firsts, sources, strict=False)]
     (piece,), found, first = pieces, list[Transfer](), 0
     for i, number in enumerate(numbers, 1):
         if i == len(numbers) or numbers[i] != number + 1:
@@ -133,7 +134,7 @@ class Streaming:
         """
         divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
         experts = [self._hottest(i, of.streamed, heat) for i, of in zip(self._streamed, divisions, strict=True)]
-        self._pass = one = _Pass(chunks, experts, divisions, left=chunks)
+        self._pass = one = _Pass(tokens, chunks, experts, divisions, left=chunks)
         self._before = counters
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
@@ -224,11 +225,13 @@ class Streaming:
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
-        cpu_s = counters.moe_s - before.moe_s
+        cpu_s, took_s = counters.moe_s - before.moe_s, time.perf_counter() - one.began_s
+        each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
         self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
+        self.rates = self.rates.after_pass(each, launches, took_s, copy_s, cpu_s)
         self.totals.copy_s += copy_s
-        self.totals.predicted_s += sum(max(of.copies_s, of.cpu_s) for of in one.divisions)
-        self.totals.took_s += max(copy_s, cpu_s)
+        self.totals.predicted_s += sum(of.seconds for of in one.divisions)
+        self.totals.took_s += took_s
 
     def counted(self, counters: Counters) -> Counters:
         """The counters with those of the passes."""

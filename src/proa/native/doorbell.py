@@ -153,8 +153,8 @@ class Counters:
     left_to_cpu: int = 0  # experts in RAM that were not
     streamed_bytes: int = 0
     copy_s: float = 0.0  # of passes that were measured, as the following ones
-    predicted_s: float = 0.0  # sum over layers of the longer of copies and CPU jobs
-    took_s: float = 0.0  # the longer of all copies and all CPU jobs
+    predicted_s: float = 0.0  # sum over layers of the longer of copies and computing
+    took_s: float = 0.0  # from the begin of each pass to the end of its launches
     copy_bytes_per_s: float = 0.0  # the present rates, by which passes are divided
     cpu_expert_s: float = 0.0
     cpu_pair_s: float = 0.0

@@ -99,10 +99,10 @@ SAMPLED: dict[str, Declared] = {
     "prefill.streamed_bytes": Declared("proa_prefill_streamed_bytes", "counter", "Bytes of experts copied for them"),
     "prefill.copy_seconds": Declared("proa_prefill_copy_seconds", "counter", "Seconds of these copies, if measured"),
     "prefill.predicted_seconds": Declared(
-        "proa_prefill_predicted_seconds", "counter", "Predicted seconds of measured steps' experts in RAM"
+        "proa_prefill_predicted_seconds", "counter", "Predicted seconds of these steps, if measured"
     ),
     "prefill.took_seconds": Declared(
-        "proa_prefill_took_seconds", "counter", "Seconds that measured steps' experts in RAM took"
+        "proa_prefill_took_seconds", "counter", "Seconds that these steps took, if measured"
     ),
     "prefill.copy_bytes_per_s": Declared(
         "proa_prefill_copy_bytes_per_second", "gauge", "Rate of copies to the GPU by which prompts are divided"

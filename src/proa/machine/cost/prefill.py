@@ -4,9 +4,12 @@ computes the others meanwhile. The division at which both end together, from rat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 HALF = 0.5  # weight of the latest measurement
+WAITED = 1.05  # a pass that takes this much longer than its copies was not bound by them
+COPY_BOUND_FACTOR = 0.8  # of the GPU's own time after a pass that was
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -32,6 +35,15 @@ class PrefillRates:
 
     copy_bytes_per_s: float  # RAM to VRAM, while the CPU computes
     cpu: CpuExpertCost
+    rest_s: Mapping[int, float] = field(default_factory=dict)  # see `rest`
+
+    def rest(self, tokens: int) -> float:
+        """The GPU's own time for `tokens` tokens of a layer, during which the CPU waits: as measured for the nearest
+        power of two; 0: not measured."""
+        if not self.rest_s:
+            return 0.0
+        near = min(self.rest_s, key=lambda power: abs(power - tokens.bit_length()))
+        return self.rest_s[near] * max(1.0, tokens / (1 << near))
 
     def after_copies(self, nbytes: int, took_s: float) -> PrefillRates:
         """The rates after copies of `nbytes` that took this long."""
@@ -45,6 +57,17 @@ class PrefillRates:
         if predicted_s <= 0 or took_s <= 0:
             return self
         return replace(self, cpu=self.cpu.scaled(1 + HALF * (_bounded(took_s / predicted_s) - 1)))
+
+    def after_pass(self, tokens: int, jobs: int, took_s: float, copies_s: float, cpu_s: float) -> PrefillRates:
+        """The rates after a pass, `tokens` tokens in each of its `jobs` launches of a layer. cpu_s: of the CPU's jobs.
+        Unless the copies took all the time, the CPU waited for the GPU in what it did not compute."""
+        power = tokens.bit_length()
+        before = self.rest_s.get(power, self.rest(tokens))
+        now = max(0.0, took_s - cpu_s) / jobs
+        if took_s < WAITED * copies_s:  # the GPU waited for copies: its own time is shorter than that
+            now = min(now, before * COPY_BOUND_FACTOR)
+        rest_s = now if before == 0 else (1 - HALF) * before + HALF * now
+        return replace(self, rest_s={**self.rest_s, power: rest_s})
 
 
 def _bounded(factor: float) -> float:
@@ -67,11 +90,17 @@ def fitted_cost(few: tuple[float, float, float], many: tuple[float, float, float
 
 @dataclass(frozen=True)
 class Division:
-    """streamed: experts that are copied; predicted durations of the copies and of the CPU's jobs."""
+    """streamed: experts that are copied; predicted durations of the copies, of the CPU's jobs, and of all that GPU and
+    CPU compute in turn."""
 
     streamed: int
     copies_s: float
     cpu_s: float
+    computed_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.copies_s, self.computed_s)
 
 
 def divide(
@@ -87,7 +116,9 @@ def divide(
     def at(streamed: int) -> Division:
         left = experts - streamed
         copies_s = streamed * expert_bytes / rates.copy_bytes_per_s
-        return Division(streamed, copies_s, rates.cpu.seconds(left * read, left * share * tokens, jobs))
+        cpu_s = rates.cpu.seconds(left * read, left * share * tokens, jobs)
+        return Division(streamed, copies_s, cpu_s, rest_s + cpu_s)
 
+    rest_s = jobs * rates.rest(-(-tokens // jobs))
     candidates = range((experts if most is None else min(most, experts)) + 1)
-    return min(map(at, candidates), key=lambda d: (max(d.copies_s, d.cpu_s), d.streamed))
+    return min(map(at, candidates), key=lambda d: (d.seconds, d.streamed))
