@@ -154,7 +154,7 @@ def _copiers(device: torch.device) -> Copiers:
     return Copiers(HostCopier(), HostCopier())
 
 
-def _uploads(device: torch.device) -> Uploads:
+def _uploads(device: torch.device) -> Uploads[Any]:
     return GpuUploads(device) if device.type == "cuda" else HostUploads()
 
 

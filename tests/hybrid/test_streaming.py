@@ -29,19 +29,27 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """load(family, split, device, rows=..., keep=...): an executor that computes up to `rows` rows at once."""
-    folder = tmp_path_factory.mktemp("streaming")
+def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """load(family, split, device, rows=..., keep=...): an executor that computes up to `rows` rows at once. The one
+    before is closed: RAM that is freed must not stay registered."""
+    folder, last = tmp_path_factory.mktemp("streaming"), list[Kept]()
 
     def made(family: str, split: Split, device: str, *, rows: int, keep: list[Kept] | None = None) -> Executor[Any]:
         path = folder / family
         if not path.exists():
             make_tiny(family, path)
-        model = load_split(path, pool, split, device, keep=keep, **all_experts(path))
+        while last:
+            last.pop().close()
+        model = load_split(path, pool, split, device, keep=last, **all_experts(path))
         limits = StepLimits(rows, SEQUENCES, CONTEXT, PAGE_TOKENS, head_rows=64, pass_rows=192)
-        return model.make(limits, SEQUENCES * CONTEXT // PAGE_TOKENS)
+        executor = model.make(limits, SEQUENCES * CONTEXT // PAGE_TOKENS)
+        if keep is not None:
+            keep += last
+        return executor
 
-    return made
+    yield made
+    while last:
+        last.pop().close()
 
 
 def spans(texts: list[list[int]], start: int = 0) -> list[Span]:

@@ -79,6 +79,10 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
     copy_seconds: float = 0.0  # of passes that were measured: none beside decode
     predicted_seconds: float = 0.0  # of these passes
     took_seconds: float = 0.0  # of these passes
+    own_seconds: float = 0.0  # of this, the GPU's time for all but experts
+    experts_seconds: float = 0.0  # for experts
+    waited_seconds: float = 0.0  # its waits for copies
+    cpu_wait_seconds: float = 0.0  # its waits for the CPU's sums
     copy_bytes_per_s: float = 0.0  # rates by which the next prompt is divided
     cpu_expert_seconds: float = 0.0
     cpu_pair_seconds: float = 0.0
@@ -113,7 +117,8 @@ def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats, PrefillS
     prefill = PrefillStats(
         passes=done.passes, tokens=done.pass_tokens, streamed=done.streamed, left_to_cpu=done.left_to_cpu,
         streamed_bytes=done.streamed_bytes, copy_seconds=done.copy_s, predicted_seconds=done.predicted_s,
-        took_seconds=done.took_s, copy_bytes_per_s=done.copy_bytes_per_s, cpu_expert_seconds=done.cpu_expert_s,
-        cpu_pair_seconds=done.cpu_pair_s,
+        took_seconds=done.took_s, own_seconds=done.own_s, experts_seconds=done.experts_s,
+        waited_seconds=done.waited_s, cpu_wait_seconds=done.cpu_wait_s, copy_bytes_per_s=done.copy_bytes_per_s,
+        cpu_expert_seconds=done.cpu_expert_s, cpu_pair_seconds=done.cpu_pair_s,
     )  # fmt: skip
     return cpu, residency, prefill

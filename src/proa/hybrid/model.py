@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Placement:
 class PromptParts:
     """What passes of prompts need. ring_bytes: of VRAM; rates: at first, measured later."""
 
-    uploads: Uploads
+    uploads: Uploads[Any]
     ring_bytes: int
     rates: PrefillRates
     mode: str  # a word of streaming.PREFILL

@@ -52,6 +52,9 @@ class Streamed(Protocol):
     def leave(self) -> None:
         """The device's experts have been launched for one chunk."""
 
+    def summed(self) -> None:
+        """The wait for the CPU's sum of the chunk has been launched."""
+
 
 class NotStreamed:
     """The layer has no part in passes."""
@@ -64,6 +67,12 @@ class NotStreamed:
     def leave(self) -> None:
         pass
 
+    def summed(self) -> None:
+        pass
+
+
+NOT_STREAMED = NotStreamed()
+
 
 class HybridExperts:
     """Implements Experts of ops/table.py. Call `bind` after loading."""
@@ -73,7 +82,7 @@ class HybridExperts:
         self._device: DeviceExperts | None = None
         self._transport: Transport | None = None
         self._in_pass: DeviceExperts | None = None
-        self._streamed: Streamed = NotStreamed()
+        self._streamed: Streamed = NOT_STREAMED
 
     def bind(self, device: DeviceExperts, transport: Transport | None, layer: int) -> None:
         """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell."""
@@ -99,12 +108,11 @@ class HybridExperts:
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if self._transport is not None and not at.handed_over:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
-        if not self._streamed.active:
-            return HybridUnderway(device, self._transport, at, weights, device.start(x, at, weights), x)
-        self._streamed.join()
+        streamed = self._streamed if self._streamed.active else NOT_STREAMED
+        streamed.join()
         started = device.start(x, at, weights)
-        self._streamed.leave()
-        return HybridUnderway(device, self._transport, at, weights, started, x)
+        streamed.leave()
+        return HybridUnderway(device, self._transport, at, weights, started, x, streamed)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
         if self._transport is not None:
@@ -123,12 +131,14 @@ class HybridUnderway:
         weights: Tensor,
         started: Tensor | None,
         x: Tensor,
+        streamed: Streamed,
     ) -> None:
-        self._device, self._transport = device, transport
+        self._device, self._transport, self._streamed = device, transport, streamed
         self._at, self._weights, self._started, self._x = at, weights, started, x
 
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         added = Added(self._of_cpu(), shared, gate)
+        self._streamed.summed()
         return self._device.finish(self._started, self._x, self._at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +58,26 @@ class PassTotals:
     copy_s: float = 0.0  # of passes that were measured, as the following ones
     predicted_s: float = 0.0  # sum over layers of the longer of copies and computing, as divided
     took_s: float = 0.0  # from the begin of each pass to the end of its launches
+    own_s: float = 0.0  # of this, the GPU's time for all but experts
+    experts_s: float = 0.0  # for experts
+    waited_s: float = 0.0  # its waits for copies
+    cpu_wait_s: float = 0.0  # its waits for the CPU's sums
+
+
+class Times(NamedTuple):
+    """Device time of a pass, in seconds. own: all that is not experts; waited: for copies; experts: the device's
+    experts; cpu: waits for the CPU's sums."""
+
+    own: float
+    waited: float
+    experts: float
+    cpu: float
 
 
 @dataclass
 class _Pass:
-    """A pass under way. left: chunks of the layer under way that were not launched yet."""
+    """A pass under way. left: chunks of the layer under way that were not launched yet. marks: at the pass's begin;
+    then for each layer and chunk before and after the wait for copies, after the experts, after the CPU's sum."""
 
     tokens: int
     chunks: int
@@ -72,6 +88,14 @@ class _Pass:
     uploads: dict[int, Upload] = field(default_factory=dict)
     nbytes: int = 0
     began_s: float = field(default_factory=time.perf_counter)
+    marks: list[Any] = field(default_factory=list)
+
+    def times(self) -> Times:
+        """Of a pass all of whose launches have ended."""
+        sums, marks = [0.0] * len(Times._fields), self.marks
+        for i in range(1, len(marks)):
+            sums[(i - 1) % len(sums)] += marks[i].seconds_since(marks[i - 1])
+        return Times(*sums)
 
 
 def _transfers(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
@@ -94,7 +118,7 @@ class Streaming:
     """Passes of one model. Called by one thread."""
 
     def __init__(
-        self, layers: Sequence[LayerMemory], tables: Tables, ring: Ring, uploads: Uploads, rates: PrefillRates,
+        self, layers: Sequence[LayerMemory], tables: Tables, ring: Ring, uploads: Uploads[Any], rates: PrefillRates,
         asked: Asked,
     ) -> None:  # fmt: skip
         self.totals, self.rates = PassTotals(), rates
@@ -102,7 +126,7 @@ class Streaming:
         self.overlay = Overlay(tables)
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
         self._pieces = {i: layers[i].pieces() for i in self._streamed}
-        self._free: list[object] = [None] * BANKS  # reached once no launch reads the bank
+        self._free: list[Any] = [None] * BANKS  # reached once no launch reads the bank
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
         self._active = False
@@ -140,6 +164,7 @@ class Streaming:
         self.totals.pass_tokens += tokens
         self.totals.streamed += sum(map(len, experts))
         self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        one.marks.append(self._uploads.mark())
         for at in range(min(BANKS, len(one.experts))):
             self._copy(one, at)
         self._publish(one)
@@ -186,19 +211,30 @@ class Streaming:
 
     def join(self) -> None:
         """What is launched from now on may read the ring's experts of the layer under way."""
-        one = self._pass
-        if one is not None and one.left == one.chunks and one.at in one.uploads:
+        one = self._under_way
+        one.marks.append(self._uploads.mark())
+        if one.left == one.chunks and one.at in one.uploads:
             one.uploads[one.at].join()
+        one.marks.append(self._uploads.mark())
+
+    def summed(self) -> None:
+        """The wait for the CPU's sum of a chunk has been launched."""
+        self._under_way.marks.append(self._uploads.mark())
+
+    @property
+    def _under_way(self) -> _Pass:
+        if self._pass is None:
+            raise ValueError("no pass is under way")
+        return self._pass
 
     def leave(self) -> None:
         """The experts of one chunk of the layer under way have been launched."""
-        one = self._pass
-        if one is None:
-            raise ValueError("no pass is under way")
+        one = self._under_way
+        one.marks.append(self._uploads.mark())
         one.left -= 1
         if one.left:
             return
-        self._free[one.at % BANKS] = self._uploads.reached()
+        self._free[one.at % BANKS] = one.marks[-1]
         if one.at + BANKS < len(one.experts):
             self._copy(one, one.at + BANKS)
         one.at, one.left = one.at + 1, one.chunks
@@ -225,13 +261,18 @@ class Streaming:
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
-        cpu_s, took_s = counters.moe_s - before.moe_s, time.perf_counter() - one.began_s
+        times, cpu_s, took_s = one.times(), counters.moe_s - before.moe_s, time.perf_counter() - one.began_s
         each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
         self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
-        self.rates = self.rates.after_pass(each, launches, took_s, copy_s, cpu_s)
-        self.totals.copy_s += copy_s
-        self.totals.predicted_s += sum(of.seconds for of in one.divisions)
-        self.totals.took_s += took_s
+        self.rates = self.rates.after_launches(each, launches, times.own, times.experts)
+        totals = self.totals
+        totals.copy_s += copy_s
+        totals.predicted_s += sum(of.seconds for of in one.divisions)
+        totals.took_s += took_s
+        totals.own_s += times.own
+        totals.experts_s += times.experts
+        totals.waited_s += times.waited
+        totals.cpu_wait_s += times.cpu
 
     def counted(self, counters: Counters) -> Counters:
         """The counters with those of the passes."""

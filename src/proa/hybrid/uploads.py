@@ -3,9 +3,10 @@ a launch, and a launch can wait for a copy. The host waits for neither. Never: c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 import torch
 
@@ -37,11 +38,21 @@ class Upload(Protocol):
         """Duration of the transfers; None until they are complete."""
 
 
-class Uploads(Protocol):
-    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
-        """Start transfers, behind those started before, once the device has reached `after`, a value of `reached`."""
+class Mark(Protocol):
+    """A point in the order of launches on the current stream."""
 
-    def reached(self) -> object:
+    def seconds_since(self, earlier: Self) -> float:
+        """Device time between two marks that were passed."""
+
+
+M = TypeVar("M", bound=Mark)
+
+
+class Uploads(Protocol[M]):
+    def start(self, transfers: Sequence[Transfer], after: M | None) -> Upload:
+        """Start transfers, behind those started before, once the device has passed `after`."""
+
+    def mark(self) -> M:
         """A mark after everything launched so far on the current stream."""
 
     def close(self) -> None:
@@ -55,10 +66,10 @@ class GpuUploads:
         self._driver, self._device = Driver(), device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+    def start(self, transfers: Sequence[Transfer], after: GpuMark | None) -> Upload:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        if isinstance(after, torch.cuda.Event):
-            self._stream.wait_event(after)
+        if after is not None:
+            self._stream.wait_event(after.event)
         begin.record(self._stream)
         stream = self._stream.cuda_stream
         for transfer in transfers:
@@ -68,13 +79,22 @@ class GpuUploads:
         end.record(self._stream)
         return _GpuUpload(self._device, begin, end)
 
-    def reached(self) -> object:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def mark(self) -> GpuMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return GpuMark(event)
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class GpuMark:
+    event: torch.cuda.Event
+
+    def seconds_since(self, earlier: GpuMark) -> float:
+        took_ms: float = earlier.event.elapsed_time(self.event)
+        return took_ms * 1e-3
 
 
 class _GpuUpload:
@@ -117,14 +137,22 @@ class HostUploads:
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._copier = HostCopier(bytes_per_s)
 
-    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+    def start(self, transfers: Sequence[Transfer], after: HostMark | None) -> Upload:
         return _HostUpload(self._copier.start_spans([(t.to, t.source, t.nbytes) for t in transfers]))
 
-    def reached(self) -> object:
-        return None
+    def mark(self) -> HostMark:
+        return HostMark(time.perf_counter())
 
     def close(self) -> None:
         self._copier.close()
+
+
+@dataclass(frozen=True)
+class HostMark:
+    at_s: float
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self.at_s - earlier.at_s
 
 
 class _HostUpload:

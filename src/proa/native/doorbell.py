@@ -155,6 +155,10 @@ class Counters:
     copy_s: float = 0.0  # of passes that were measured, as the following ones
     predicted_s: float = 0.0  # sum over layers of the longer of copies and computing
     took_s: float = 0.0  # from the begin of each pass to the end of its launches
+    own_s: float = 0.0  # of this, the GPU's time for all but experts
+    experts_s: float = 0.0  # for experts
+    waited_s: float = 0.0  # its waits for copies
+    cpu_wait_s: float = 0.0  # its waits for the CPU's sums
     copy_bytes_per_s: float = 0.0  # the present rates, by which passes are divided
     cpu_expert_s: float = 0.0
     cpu_pair_s: float = 0.0

@@ -104,6 +104,18 @@ SAMPLED: dict[str, Declared] = {
     "prefill.took_seconds": Declared(
         "proa_prefill_took_seconds", "counter", "Seconds that these steps took, if measured"
     ),
+    "prefill.own_seconds": Declared(
+        "proa_prefill_gpu_own_seconds", "counter", "Seconds of the GPU in these steps for all but experts"
+    ),
+    "prefill.experts_seconds": Declared(
+        "proa_prefill_gpu_expert_seconds", "counter", "Seconds of the GPU in these steps for experts"
+    ),
+    "prefill.waited_seconds": Declared(
+        "proa_prefill_copy_wait_seconds", "counter", "Seconds that the GPU waited for copies in these steps"
+    ),
+    "prefill.cpu_wait_seconds": Declared(
+        "proa_prefill_cpu_wait_seconds", "counter", "Seconds that the GPU waited for the CPU in these steps"
+    ),
     "prefill.copy_bytes_per_s": Declared(
         "proa_prefill_copy_bytes_per_second", "gauge", "Rate of copies to the GPU by which prompts are divided"
     ),

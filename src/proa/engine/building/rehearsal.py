@@ -27,7 +27,7 @@ from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
 from proa.hybrid.model import HybridModel, Parts, PromptParts
 from proa.hybrid.transport import empty_round
-from proa.hybrid.uploads import Transfer, Upload
+from proa.hybrid.uploads import HostMark, Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
 from proa.machine.cost.co_fetch import InPlaceRates
@@ -236,11 +236,11 @@ class _NoCopier:
 class _NoUploads:
     """Uploads that never take place."""
 
-    def start(self, transfers: Sequence[Transfer], after: object) -> Upload:
+    def start(self, transfers: Sequence[Transfer], after: HostMark | None) -> Upload:
         return _NoUpload()
 
-    def reached(self) -> object:
-        return None
+    def mark(self) -> HostMark:
+        return HostMark(0.0)
 
     def close(self) -> None:
         pass

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 HALF = 0.5  # weight of the latest measurement
-WAITED = 1.05  # a pass that takes this much longer than its copies was not bound by them
-COPY_BOUND_FACTOR = 0.8  # of the GPU's own time after a pass that was
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -30,20 +28,31 @@ class CpuExpertCost:
 
 
 @dataclass(frozen=True)
+class GpuCost:
+    """The GPU's time for one launch of a layer. own_s: before its experts, while the CPU waits; experts_s: for them,
+    while the CPU computes."""
+
+    own_s: float
+    experts_s: float
+
+    def scaled(self, factor: float) -> GpuCost:
+        return GpuCost(self.own_s * factor, self.experts_s * factor)
+
+
+@dataclass(frozen=True)
 class PrefillRates:
     """What a layer's experts cost on either side. Values, updated by `after_*`."""
 
     copy_bytes_per_s: float  # RAM to VRAM, while the CPU computes
     cpu: CpuExpertCost
-    rest_s: Mapping[int, float] = field(default_factory=dict)  # see `rest`
+    gpu_s: Mapping[int, GpuCost] = field(default_factory=dict)  # by the number of bits of the number of tokens
 
-    def rest(self, tokens: int) -> float:
-        """The GPU's own time for `tokens` tokens of a layer, during which the CPU waits: as measured for the nearest
-        power of two; 0: not measured."""
-        if not self.rest_s:
-            return 0.0
-        near = min(self.rest_s, key=lambda power: abs(power - tokens.bit_length()))
-        return self.rest_s[near] * max(1.0, tokens / (1 << near))
+    def gpu(self, tokens: int) -> GpuCost:
+        """The GPU's time for `tokens` tokens of a layer, as measured for about as many; 0 before that."""
+        if not self.gpu_s:
+            return GpuCost(0.0, 0.0)
+        near = min(self.gpu_s, key=lambda bits: abs(bits - tokens.bit_length()))
+        return self.gpu_s[near].scaled(max(1.0, tokens / (1 << near)))
 
     def after_copies(self, nbytes: int, took_s: float) -> PrefillRates:
         """The rates after copies of `nbytes` that took this long."""
@@ -58,16 +67,13 @@ class PrefillRates:
             return self
         return replace(self, cpu=self.cpu.scaled(1 + HALF * (_bounded(took_s / predicted_s) - 1)))
 
-    def after_pass(self, tokens: int, jobs: int, took_s: float, copies_s: float, cpu_s: float) -> PrefillRates:
-        """The rates after a pass, `tokens` tokens in each of its `jobs` launches of a layer. cpu_s: of the CPU's jobs.
-        Unless the copies took all the time, the CPU waited for the GPU in what it did not compute."""
-        power = tokens.bit_length()
-        before = self.rest_s.get(power, self.rest(tokens))
-        now = max(0.0, took_s - cpu_s) / jobs
-        if took_s < WAITED * copies_s:  # the GPU waited for copies: its own time is shorter than that
-            now = min(now, before * COPY_BOUND_FACTOR)
-        rest_s = now if before == 0 else (1 - HALF) * before + HALF * now
-        return replace(self, rest_s={**self.rest_s, power: rest_s})
+    def after_launches(self, tokens: int, launches: int, own_s: float, experts_s: float) -> PrefillRates:
+        """The rates after so many launches of layers with `tokens` tokens each, in which the GPU took own_s in all, and
+        experts_s for its experts."""
+        now, bits = GpuCost(own_s / launches, experts_s / launches), tokens.bit_length()
+        before = self.gpu_s.get(bits, now)
+        mean = GpuCost((before.own_s + now.own_s) / 2, (before.experts_s + now.experts_s) / 2)
+        return replace(self, gpu_s={**self.gpu_s, bits: mean})
 
 
 def _bounded(factor: float) -> float:
@@ -117,8 +123,8 @@ def divide(
         left = experts - streamed
         copies_s = streamed * expert_bytes / rates.copy_bytes_per_s
         cpu_s = rates.cpu.seconds(left * read, left * share * tokens, jobs)
-        return Division(streamed, copies_s, cpu_s, rest_s + cpu_s)
+        return Division(streamed, copies_s, cpu_s, jobs * gpu.own_s + max(cpu_s, jobs * gpu.experts_s))
 
-    rest_s = jobs * rates.rest(-(-tokens // jobs))
+    gpu = rates.gpu(-(-tokens // jobs))
     candidates = range((experts if most is None else min(most, experts)) + 1)
     return min(map(at, candidates), key=lambda d: (d.seconds, d.streamed))
