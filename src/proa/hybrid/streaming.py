@@ -6,8 +6,8 @@ A pass computes a prefill step layer by layer, each layer for all chunks of the 
 once. Layers use the ring's two banks in turn. The order on the device, for layer n in bank b:
 
     copies      after the last launch that reads bank b (layer n - 2): the experts of layer n
-    launches    the last chunk of layer n - 1; the tables of layer n; then, for each chunk of layer n: pairs are located
-                and the CPU's are pushed; wait for the copies; the GPU's experts; the CPU's sum
+    launches    once: the tables of the pass, before the first copy; for each chunk of layer n: pairs are located, and
+                the CPU's are pushed; wait for the copies; the GPU's experts; the CPU's sum
 
 Copies of a layer thus run beside the launches of the layer before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.ring import BANKS, Ring
-from proa.hybrid.tables import Overlay, Tables
+from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
 from proa.machine.cost.prefill import Division, PrefillRates, divide
 from proa.models.ranks import CPU
@@ -164,10 +164,11 @@ class Streaming:
         self.totals.pass_tokens += tokens
         self.totals.streamed += sum(map(len, experts))
         self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        self._publish(one)
         one.marks.append(self._uploads.mark())
+        self._free = [one.marks[0]] * BANKS
         for at in range(min(BANKS, len(one.experts))):
             self._copy(one, at)
-        self._publish(one)
 
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
         memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
@@ -203,11 +204,15 @@ class Streaming:
         self.totals.streamed_bytes += nbytes
 
     def _publish(self, one: _Pass) -> None:
-        """Send the tables of the layer under way, on the current stream."""
-        layer, experts = self._streamed[one.at], one.experts[one.at]
-        bank = self._ring.bank(layer, one.at % BANKS)
+        """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
+        in order, and a table sent later would wait for all experts that are under way."""
+        self.overlay.publish([self._elsewhere(one, at) for at in range(len(one.experts))])
+
+    def _elsewhere(self, one: _Pass, at: int) -> Elsewhere:
+        layer, experts = self._streamed[at], one.experts[at]
+        bank = self._ring.bank(layer, at % BANKS)
         up, down = ([to + i * of for i in range(len(experts))] for to, of in bank.strides)
-        self.overlay.publish(layer, experts, up, down)
+        return Elsewhere(layer, experts, up, down)
 
     def join(self) -> None:
         """What is launched from now on may read the ring's experts of the layer under way."""
@@ -238,8 +243,6 @@ class Streaming:
         if one.at + BANKS < len(one.experts):
             self._copy(one, one.at + BANKS)
         one.at, one.left = one.at + 1, one.chunks
-        if one.at < len(one.experts):
-            self._publish(one)
 
     def end(self) -> None:
         """The pass was launched whole, or is given up: then all its launches have ended."""

@@ -7,6 +7,7 @@ Never: deciding, weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -108,15 +109,25 @@ class Tables:
         found: list[int] = self._numbers[layer, list(experts)].tolist()
         return found
 
-    def row(self, layer: int) -> Tensor:
-        """A copy of the host's table of a layer."""
-        return self._host[layer].clone()
+    def rows(self) -> Tensor:
+        """A copy of the host's tables of all layers."""
+        return self._host.clone()
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Experts of a layer that are in other device memory. up, down: addresses of each."""
+
+    layer: int
+    experts: Sequence[int]
+    up: Sequence[int]
+    down: Sequence[int]
 
 
 class Overlay:
     """A second set of tables: those of the steps, but some experts of the CPU are in other device memory.
 
-    `residency[i]`: the table of layer i, valid from `publish` of that layer on, as long as no expert moves.
+    `residency[i]`: the table of layer i, valid from `publish` on, as long as no expert moves.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -124,18 +135,20 @@ class Overlay:
         self._device = tables.empty_rows()
         self.residency = tables.views(self._device, in_place=False)
 
-    def publish(self, layer: int, experts: Sequence[int], up: Sequence[int], down: Sequence[int]) -> None:
-        """Send the layer's table, on the current stream. up, down: addresses of these experts in other memory."""
-        row = self._tables.row(layer)
-        addresses, numbers = (t[0].numpy() for t in _split(row[None], self._tables.experts))
-        ids = list(experts)
-        addresses[:, ids] = 0
-        addresses[0, ids], addresses[1, ids], numbers[ids] = up, down, -1
-        _send(row, self._device[layer])
+    def publish(self, elsewhere: Sequence[Elsewhere]) -> None:
+        """Send the tables of all layers, in one copy on the current stream."""
+        rows = self._tables.rows()
+        addresses, numbers = (t.numpy() for t in _split(rows, self._tables.experts))
+        for of in elsewhere:
+            ids = list(of.experts)
+            addresses[of.layer][:, ids] = 0
+            addresses[of.layer, 0, ids], addresses[of.layer, 1, ids] = of.up, of.down
+            numbers[of.layer, ids] = -1
+        _send(rows, self._device)
 
 
 def _send(row: Tensor, to: Tensor) -> None:
-    """Copy the row as it is now: the host may write to it at once. A GPU gets it from a pinned copy, which torch reuses
+    """Copy `row` as it is now: the host may write to it at once. A GPU gets it from a pinned copy, which torch reuses
     only after the transfer."""
     to.copy_(row.pin_memory() if to.is_cuda else row, non_blocking=True)
 
