@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.machine.cost.prefill import CpuExpertCost, PrefillRates, divide, fitted_cost
+from proa.machine.cost.prefill import ABOUT, CpuExpertCost, PrefillRates, divide, fitted_cost
 
 MIB = 1 << 20
 RATES = st.builds(
@@ -25,7 +25,7 @@ def test_no_other_division_is_faster(
     for most in range(experts + 1):
         other = divide(experts, mib * MIB, tokens, min(top_k, experts), rates, jobs=jobs, most=most)
         assert other.streamed <= most
-        assert ends_s <= max(other.copies_s, other.cpu_s) * (1 + 1e-9)
+        assert ends_s <= max(other.copies_s, other.cpu_s) * (ABOUT + 1e-9)
 
 
 def test_few_tokens_are_the_cpus_and_many_the_gpus() -> None:
@@ -50,7 +50,7 @@ def test_rates_that_are_30_percent_off_cost_little(
     cpu_s = rates.cpu.seconds(left * (1 - (1 - 1 / 16) ** tokens), left * tokens / 16)
     took_s = max(taken * 3 * MIB / rates.copy_bytes_per_s, cpu_s)
     one_s = max(3 * MIB / rates.copy_bytes_per_s, rates.cpu.seconds(1, tokens / 16))  # experts are whole
-    assert took_s <= max(best.copies_s, best.cpu_s) * 1.3 / 0.7 + one_s
+    assert took_s <= max(best.copies_s, best.cpu_s) * ABOUT * 1.3 / 0.7 + one_s
 
 
 def test_rates_move_towards_measurements() -> None:

@@ -23,10 +23,10 @@ def planned(gib: float, **asked: Any) -> Plan:
         (8, {}, 0.5, 512),
         (24, {}, 0.5, 2048),
         (40, {}, 0.5, 2048),
-        (141, {}, 0.0, 512),  # the GPU computes all experts
+        (141, {}, 0.0, 4096),  # the GPU computes all experts
         (141, {"prefill_share": 0.3}, 0.3, 4096),
         (80, {"gpu_experts": "none"}, 0.5, 4096),
-        (24, {"prefill_share": 0}, 0.0, 512),
+        (24, {"prefill_share": 0}, 0.0, 2048),
         (24, {"prefill_share": 0.25}, 0.25, 2048),
         (24, {"max_batch_tokens": 700}, 0.5, 700),
         (24, {"max_batch_tokens": 3, "max_running": 8}, 0.5, 8),
@@ -66,4 +66,5 @@ def test_asked_experts_shorten_steps() -> None:
 
 def test_a_model_without_experts_shares_steps() -> None:
     got = plan(DENSE, machine(124, gpu(24)))
-    assert (got.prefill_share, got.max_batch_tokens) == (0.0, 512)
+    assert (got.prefill_share, got.max_batch_tokens, got.shared_tokens) == (0.0, 2048, 512)
+    assert "; 512 while others decode" in row(got, "tokens per step")[2]

@@ -202,6 +202,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     state_copies: int = 0  # copies of recurrent states, from which prompts resume
     max_running: int
     max_batch_tokens: int
+    shared_tokens: int = 0  # most tokens of a step in which prompts and decode are together; 0: max_batch_tokens
     deterministic: bool = False  # a token's bits do not depend on the schedule
     prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
     prefill_share: float = 0.0  # fraction of time for prefill while requests decode; 0: they share steps

@@ -75,10 +75,16 @@ def resolve(
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "others queue")
-    compute = _compute(dtype, host, placed.gpu)
-    rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need))
+    rows = (
+        weights,
+        dtype_row,
+        _compute(dtype, host, placed.gpu),
+        *placed.decisions,
+        kv.row,
+        *prefix_rows(case, placed.need),
+    )
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
-    batch = batch_row(asked.max_batch_tokens, asked.max_running, placed.batch_tokens)
+    batch = batch_row(asked, placed.batch_tokens, None if share else batch_tokens)
     parts = (together, batch, share_row, deterministic.row(asked.deterministic, cell))
     return Plan(
         model=model,
@@ -98,6 +104,7 @@ def resolve(
         state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=placed.batch_tokens,
+        shared_tokens=min(placed.batch_tokens, batch_tokens),
         deterministic=asked.deterministic,
         prompt_cell_tokens=cell,
         prefill_share=share,
@@ -182,15 +189,12 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
 
 
 def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
-    """Split with the longest steps that fit, if --max-batch-tokens is not given and prompts take turns."""
+    """Split with the longest steps that fit, if --max-batch-tokens is not given."""
     asked = case.options.scheduler
     longer = turn_tokens(case.spec, gpu, batch_tokens) if asked.max_batch_tokens is None else ()
     for tokens in longer:
         with suppress(ResourceError):  # the experts asked for leave no room for such long steps
-            got = split(case, gpu, tokens)
-            if not prefill_share(asked.prefill_share, got.gpu)[0]:
-                break
-            return got, tokens
+            return split(case, gpu, tokens), tokens
     return split(case, gpu, batch_tokens), batch_tokens
 
 

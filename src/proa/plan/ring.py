@@ -15,7 +15,8 @@ from proa.types import Decision
 
 BANKS = 2  # of the ring: one layer is read while the next arrives
 LEAST_EXPERTS = 4  # in a bank, below which a ring is not worth its VRAM
-MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident experts otherwise
+MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident experts otherwise,
+MOST_OF_EXPERTS = 0.25  # and of the VRAM that is left for experts
 ROWS_SHARE = 0.02  # of the usable VRAM, for the rows of a long prompt
 PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
 ALIGNMENT_BYTES = 256  # of an expert in the ring
@@ -36,11 +37,11 @@ class RingPlan:
 
 
 def plan_ring(
-    spec: Model, layers: Sequence[MoeLayer], options: EngineOptions, budget_bytes: int, batch_tokens: int,
-    context_tokens: int,
+    spec: Model, layers: Sequence[MoeLayer], options: EngineOptions, budget_bytes: int, left_bytes: int,
+    batch_tokens: int, context_tokens: int,
 ) -> RingPlan:  # fmt: skip
-    """Plan the ring of a model some of whose experts stay in RAM. budget_bytes: usable VRAM; batch_tokens: rows that
-    are computed at once."""
+    """Plan the ring of a model some of whose experts stay in RAM. budget_bytes: usable VRAM; left_bytes: of it, for
+    experts and the ring; batch_tokens: rows that are computed at once."""
     mode = options.gpus.prefill
     if mode == "cpu":
         return RingPlan(why="as asked")
@@ -49,9 +50,10 @@ def plan_ring(
     if options.scheduler.prefill_share == 0:
         return RingPlan(why="--prefill-share 0: prompts share steps with decode")
     largest = max(_slot_bytes(layer) * layer.experts for layer in layers)
-    nbytes = min(BANKS * largest, int(MOST_SHARE * budget_bytes))
+    room_bytes = int(min(MOST_SHARE * budget_bytes, MOST_OF_EXPERTS * max(0, left_bytes)))
+    nbytes = min(BANKS * largest, room_bytes)
     if nbytes < BANKS * LEAST_EXPERTS * max(map(_slot_bytes, layers)):
-        return RingPlan(why=f"{format_bytes(int(MOST_SHARE * budget_bytes))} of VRAM, a tenth, hold too few experts")
+        return RingPlan(why=f"a ring of {format_bytes(room_bytes)}, as VRAM allows, would hold too few experts")
     tokens = max(batch_tokens, min(PASS_TOKENS, context_tokens))
     while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens) > ROWS_SHARE * budget_bytes:
         tokens = max(batch_tokens, tokens // 2)

@@ -241,7 +241,7 @@ def _place_with_ring(
     alone = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
     if not layers or resident_bytes(layers, alone.resident) == total_bytes:
         return alone, RingPlan(), ()
-    ring = plan_ring(case.spec, layers, case.options, budget_bytes, batch_tokens, fitted.context_tokens)
+    ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, fitted.context_tokens)
     if not ring.nbytes:
         return alone, ring, (ring_row(asked.prefill, ring),)
     beside = _place(asked.expert_placement, layers, left_bytes - ring.total_bytes, wish, room, case.counts)

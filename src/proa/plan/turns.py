@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from proa.config.options import SchedulerOptions
 from proa.machine.cost import turns
 from proa.machine.machine import Gpu
 from proa.models.spec import Model
@@ -30,10 +31,13 @@ def turn_tokens(spec: Model, gpu: Gpu, least: int) -> tuple[int, ...]:
     return () if gpu.simulated else turns.turn_tokens(partial(rows_bytes, spec), gpu.free_bytes, least)
 
 
-def batch_row(asked: int | None, running: int, got: int) -> Decision:
+def batch_row(options: SchedulerOptions, got: int, shared: int | None) -> Decision:
+    """shared: limit of steps that prompts share with decode; None: they take turns."""
+    asked, running = options.max_batch_tokens, options.max_running
     why = "prompts are computed in chunks of at most this size"
     if asked is not None and got > asked:
         why = f"raised so that all {running} running requests can decode in one step"
     elif asked is None and got in turns.TURN_TOKENS:
-        why = f"{why}; decode does not wait for a whole one, and the CPU's experts are faster with many tokens"
+        why = f"{why}, with which experts are faster than with few tokens"
+        why += f"; {shared} while others decode" if shared else "; decode does not wait for a whole one"
     return Decision("tokens per step", "auto" if asked is None else str(asked), str(got), why)

@@ -21,7 +21,8 @@ class Limits:
 
     lookahead_tokens: drafts per sequence and step, that is tokens beyond the first one; their pages are reserved and
     they count as tokens of the step. pass_tokens: prefill tokens that pass through the layers together, in a step of
-    their own; 0: max_batch_tokens limits prefill chunks too.
+    their own; 0: max_batch_tokens limits prefill chunks too. shared_tokens: tokens of a step with decode and prefill
+    chunks, since decode waits for all of it; 0: max_batch_tokens.
     """
 
     context_tokens: int
@@ -32,6 +33,7 @@ class Limits:
     max_queued_tokens: int
     lookahead_tokens: int = 0
     pass_tokens: int = 0
+    shared_tokens: int = 0
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.page_tokens, self.num_slots) < 1:
@@ -47,6 +49,7 @@ class Limits:
             max_queued=plan.max_queued,
             max_queued_tokens=plan.max_queued_tokens,
             pass_tokens=plan.pass_tokens,
+            shared_tokens=plan.shared_tokens,
         )
 
     @property

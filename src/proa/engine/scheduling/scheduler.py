@@ -143,6 +143,8 @@ class Scheduler:
             budget_tokens = min(budget_tokens, prompt_tokens)
         step = StepBuilder(budget_tokens, apart=self._turns, always=passes)
         self._plan_decodes(step)
+        if step and not self._turns and self.limits.shared_tokens:
+            step.lower_budget(self.limits.max_batch_tokens - self.limits.shared_tokens)
         if self.beside is None:
             self._plan_prefills(step)
         if not step and self._phases.one_decode:  # the request that was to decode has been preempted

@@ -23,6 +23,9 @@ class StepBuilder:
     def has_chunks(self) -> bool:
         return bool(self._chunks)
 
+    def lower_budget(self, num_tokens: int) -> None:
+        self.budget_tokens = max(0, self.budget_tokens - num_tokens)
+
     def add_decode(self, request: Request, cost_tokens: int) -> None:
         self._decodes[request.id] = self._item(request, 1)
         if not self._apart:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 HALF = 0.5  # weight of the latest measurement
+ABOUT = 1.03  # divisions that take this much longer than the fastest count as equally fast
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -114,7 +115,8 @@ def divide(
     jobs: int = 1, most: int | None = None,
 ) -> Division:  # fmt: skip
     """Divide `experts` in RAM, of which each token chooses `chosen_per_token` on average, all alike; at most `most` are
-    streamed. Of equally fast divisions the one with the fewest copies."""
+    streamed. Of divisions that are about equally fast, the one with the most copies: their rate varies less than the
+    CPU's."""
     share = min(1.0, chosen_per_token / experts) if experts else 0.0
     per_job = tokens / jobs
     read = 1 - (1 - share) ** per_job  # the share of experts that a job's tokens choose at all
@@ -127,4 +129,6 @@ def divide(
 
     gpu = rates.gpu(-(-tokens // jobs))
     candidates = range((experts if most is None else min(most, experts)) + 1)
-    return min(map(at, candidates), key=lambda d: (d.seconds, d.streamed))
+    found = [at(streamed) for streamed in candidates]
+    fast_s = ABOUT * min(division.seconds for division in found)
+    return max((division for division in found if division.seconds <= fast_s), key=lambda division: division.streamed)
