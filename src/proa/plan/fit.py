@@ -221,7 +221,7 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     elif case.machine.total_bytes >= total_bytes:
         helps.append(f"free {format_bytes(missing)} of memory")
     else:
-        helps.append("use a machine with more memory, or a smaller model")
+        helps.append(f"use a machine with {format_bytes(total_bytes)} of free memory, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
