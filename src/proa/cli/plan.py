@@ -83,10 +83,11 @@ def _prepared(command: PlanCommand) -> tuple[Prepared, Rates]:
     """Make the plan for the machine of the file, or for this one, and the rates of that machine."""
     from proa.machine.machine_file import Kernels, read_machine_file
     from proa.machine.probe import probe
+    from proa.machine.rates import Rates
     from proa.native.pool import wished_isa
     from proa.obs.progress import show_progress
     from proa.plan.opened import open_headers
-    from proa.plan.prepare import measure_rates, prepare
+    from proa.plan.prepare import cpu_flops, prepare, ram_rate
 
     asked, file = command.engine, command.machine
     described = None if file is None else read_machine_file(Path(file))
@@ -94,7 +95,8 @@ def _prepared(command: PlanCommand) -> tuple[Prepared, Rates]:
         opened = open_headers(command.model, asked.model, show)
     if described is None:
         machine, kernels = probe(), Kernels(*wished_isa())
-        rates = measure_rates(asked.machine, machine, kernels.isa)
+        flops = cpu_flops(asked.machine, machine, kernels.isa)
+        rates = Rates(ram=ram_rate(asked.machine, machine), cpu_flops_per_s=flops)
     else:
         machine, kernels, rates = described.machine, described.kernels, described.rates
     prepared = prepare(

@@ -30,7 +30,7 @@ from proa.machine.machine import Machine
 from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_duration, format_flops, format_rate
 from proa.plan.nodes import NodeShare
-from proa.plan.plan import GpuPlan, Plan
+from proa.plan.plan import Plan
 from proa.plan.predict import Prediction, Predictions, Speeds
 
 
@@ -105,13 +105,13 @@ def summary(report: PlanReport) -> Iterator[str]:
         yield (
             f"One request decodes {_rate(one[0])} tokens/s at a context of {one[0].tokens}"
             + (f" and {_rate(one[-1])} at {one[-1].tokens}" if len(one) > 1 else "")
-            + f"; {one[0].bound_by} takes most of the time."
+            + f", limited mostly by {one[0].bound_by}."
         )
     if report.predictions.prefill:
         last = report.predictions.prefill[-1]
         yield (
-            f"A prompt of {last.tokens} tokens takes {format_duration(last.seconds)} ({_rate(last)} tokens/s); "
-            f"{last.bound_by} takes most of the time."
+            f"A prompt of {last.tokens} tokens takes {format_duration(last.seconds)} ({_rate(last)} tokens/s), limited "
+            f"mostly by {last.bound_by}."
         )
     for node in report.nodes:
         if node.missing_bytes:

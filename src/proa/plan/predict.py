@@ -7,9 +7,8 @@ the fixed costs below. docs/planning.md has the formulas and compares them with 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -82,7 +81,9 @@ def predict(plan: Plan, work: Work, rates: Rates) -> Predictions:
     speeds = speeds_of(plan, rates)
     fitting = [length for length in LENGTHS if length <= plan.context_tokens]
     together = [
-        length for length in fitting if plan.max_running > 1 and plan.max_running * length <= _kv_tokens(plan, work.spec)
+        length
+        for length in fitting
+        if plan.max_running > 1 and plan.max_running * length <= plan.num_pages * plan.page_tokens
     ]
     one = [decode(plan, work, speeds, length) for length in fitting]
     many = [decode(plan, work, speeds, length, plan.max_running) for length in together]
@@ -148,7 +149,7 @@ def _overlapped(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: 
 def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int) -> Prediction:
     """Predict the steps of one prompt, alone on the machine and without a cached prefix. Each step reads its weights
     once; experts in VRAM run beside those of the CPU."""
-    terms: Counter[str] = Counter()
+    terms: defaultdict[str, float] = defaultdict(float)
     steps = list(_steps(prompt_tokens, plan.max_batch_tokens))
     for first, rows in steps:
         for name, seconds in _step_terms(plan, work, speeds, first, rows):
@@ -237,14 +238,11 @@ def _prediction(
     )
 
 
-def _kv_tokens(plan: Plan, spec: Model) -> int:
-    return plan.num_pages * plan.page_tokens
-
-
 def _prompts(plan: Plan, speeds: Speeds, fitting: list[int]) -> list[int]:
-    """Lengths of prompts whose time can be predicted: none if the only device that computes has no known rate."""
+    """Lengths of prompts whose time can be predicted, with room for one token of the answer; none if the only device
+    that computes has no known rate."""
     unknown = plan.gpu is not None and plan.gpu.gpu_only and speeds.gpu is not None and speeds.gpu.per_s is None
-    return [] if unknown else [length for length in fitting if length < plan.context_tokens]
+    return [] if unknown else [min(length, plan.context_tokens - 1) for length in fitting]
 
 
 def _notes(plan: Plan, speeds: Speeds) -> Iterator[str]:

@@ -11,7 +11,7 @@ from proa.hub.locate import locate
 from proa.machine.machine import Machine
 from proa.machine.machine_file import Kernels
 from proa.machine.probe import probe
-from proa.machine.rates import RamRate, Rates
+from proa.machine.rates import RamRate
 from proa.machine.topology import teams
 from proa.models.names import Declared
 from proa.native.pool import wished_isa
@@ -48,16 +48,15 @@ def ram_rate(asked: MachineOptions, machine: Machine) -> RamRate:
     return measure_ram(machine, teams(left, threads), pinned=asked.cpu_binding != "none")
 
 
-def measure_rates(asked: MachineOptions, machine: Machine, isa: str) -> Rates:
-    """Measure what a plan's predictions need of the CPU: RAM bandwidth and products. Takes 0.5 s.
+def cpu_flops(asked: MachineOptions, machine: Machine, isa: str) -> float:
+    """Measure the floating-point operations/s of the native kernels `isa` on all workers. Takes 0.1 s.
 
     Raises NativeError, ResourceError.
     """
     cores = min(machine.physical_cores or machine.usable_cores, machine.usable_cores)
     left, _ = apart(asked, machine)
     found = teams(left, min(asked.threads or cores, machine.usable_cores))
-    ram = ram_rate(asked, machine)
-    return Rates(ram=ram, cpu_flops_per_s=measure_products(found, isa, pinned=asked.cpu_binding != "none"))
+    return measure_products(found, isa, pinned=asked.cpu_binding != "none")
 
 
 def prepare(

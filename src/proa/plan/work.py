@@ -48,8 +48,8 @@ class MoeWork:
 
 @dataclass(frozen=True)
 class Work:
-    """The parts of a step. dense_bytes: weights that every step reads, without routed experts and head; dense_flops: of
-    one row with them. head_bytes: of the head, which a prompt needs once. moe: layers of equal work and their number."""
+    """The parts of a step. dense_bytes: weights that every step reads, without routed experts and head. dense_flops: of
+    one row with them. head_bytes: of the head, which a prompt needs once. moe: layers of equal work, counted."""
 
     spec: Model
     dense_bytes: int

@@ -72,9 +72,7 @@ def expected_types(
         key = (match[1], name[match.end() :]) if match else (name, "")
         if key not in by_stack:
             modules = tuple(c.removesuffix(".weight") for c in declared.names.candidates(name))
-            by_stack[key] = (
-                type_of(of, modules[0], name) if _is_quantised(modules, excluded, tensor_names) else plain
-            )
+            by_stack[key] = type_of(of, modules[0], name) if _is_quantised(modules, excluded, tensor_names) else plain
         found[name] = by_stack[key]
     return found
 
