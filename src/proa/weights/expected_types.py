@@ -71,10 +71,20 @@ def expected_types(
         match = _EXPERT.match(name)
         key = (match[1], name[match.end() :]) if match else (name, "")
         if key not in by_stack:
-            modules = tuple(c.removesuffix(".weight") for c in declared.names.candidates(name))
+            modules = _modules(declared, name, match)
             by_stack[key] = type_of(of, modules[0], name) if _is_quantised(modules, excluded, tensor_names) else plain
         found[name] = by_stack[key]
     return found
+
+
+def _modules(declared: Declared, name: str, expert: re.Match[str] | None) -> tuple[str, ...]:
+    """The modules that may hold a matrix, in order of precedence; of an expert also the stacks of its layer."""
+    names = [name]
+    if expert is not None:
+        part = name[expert.end() :].partition(".")[0]
+        groups = (part,) if part == "down" else (part, "gate_up")
+        names += [f"{expert[1]}.{group}.weight" for group in groups]
+    return tuple(c.removesuffix(".weight") for one in names for c in declared.names.candidates(one))
 
 
 def _is_quantised(modules: tuple[str, ...], excluded: Collection[str], tensor_names: Collection[str]) -> bool:
@@ -95,6 +105,8 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def _eight_bit_floats(of: _Config, module: str, name: str) -> str:
+    if of.values.get("expert_dtype") == "fp4" and ".ffn.experts." in name:
+        return "MXFP4"
     if of.read.block is None:
         return "FP8 tensor"
     return _block(of.read.block)
@@ -123,7 +135,9 @@ def _compressed_tensors(of: _Config, module: str, name: str) -> str:
     size = weights.get("group_size") if strategy == "group" else 0
     symmetric = weights.get("symmetric", True)
     ordered = weights.get("actorder") != "group" or not size
-    return _integers(Integers("", bits, symmetric, ordered), size or 0, "BF16" if of.plain == "BF16" else "F16")
+    if (group.get("format") or of.values.get("format")) == "int-quantized":
+        bits = 8  # a byte for each integer
+    return _integers(Integers("", bits, symmetric, ordered), size or 0, of.plain)
 
 
 def _targets(target: object, module: str) -> bool:
