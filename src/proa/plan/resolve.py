@@ -6,7 +6,6 @@ raise UsageError (wrong in themselves) or ResourceError (wrong on this machine),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -65,7 +64,12 @@ def resolve(
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, stored)
+    need = _need(options, spec, dtype, kv.elem_bytes, batch_tokens)
+    active_bytes = spec.num_active_params * ELEM_BYTES[dtype]
+    if isa:
+        packed = packed_size(spec, stored)
+        need = replace(need, weights_bytes=packed.total_bytes)
+        active_bytes = packed.active_bytes if stored else active_bytes  # the roof does not count padding of bfloat16
     case = Case(
         model, spec, options, dtype, need, machine, usable_bytes,
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
@@ -113,16 +117,10 @@ def resolve(
     )
 
 
-def _need(
-    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, stored: Mapping[str, str]
-) -> tuple[Demand, int]:
-    """The demand on RAM, and the bytes of weights that one decoded token reads."""
+def _need(options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int) -> Demand:
+    """The demand on RAM of unpacked weights."""
     page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
-    need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
-    if not stored:
-        return need, spec.num_active_params * ELEM_BYTES[dtype]
-    packed = packed_size(spec, stored)
-    return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
+    return demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
 
 
 @dataclass(frozen=True)

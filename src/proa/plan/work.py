@@ -60,7 +60,7 @@ class Work:
 
 def work_of(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Work:
     """The work of a plan. stored: of kept_types."""
-    layers = moe_layers(spec, stored) if plan.gpu is not None or plan.isa else _plain(spec, ELEM_BYTES[plan.dtype])
+    layers = moe_layers(spec, stored) if plan.gpu is not None or stored else _plain(spec, ELEM_BYTES[plan.dtype])
     resident = [0] * len(layers) if plan.gpu is None else [len(ids) for ids in plan.gpu.resident]
     moe = Counter(
         MoeWork(layer.experts, layer.top_k, layer.expert_bytes, 2 * _matrices(spec, layer), count)
@@ -82,7 +82,7 @@ def _dense_bytes(plan: Plan, spec: Model, layers: Sequence[MoeLayer]) -> int:
 
 
 def _plain(spec: Model, elem_bytes: int) -> list[MoeLayer]:
-    """The layers of a model in plain torch, which packs nothing."""
+    """The layers of a model whose roof counts unpacked weights."""
     return [
         MoeLayer(i, ffn.experts, ffn.top_k, elem_bytes * sum(prod(shape) for _, shape in ffn.expert.params()))
         for i, ffn in spec.routed.items()
