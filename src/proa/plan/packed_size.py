@@ -24,7 +24,8 @@ _MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
 
 @dataclass(frozen=True)
 class PackedSize:
-    """Bytes of all weights, and of the weights that one decoded token reads."""
+    """Bytes of all weights, and of the weights that one decoded token reads; without padding if all are bfloat16, as
+    the roof counts only what a token needs."""
 
     total_bytes: int
     active_bytes: int
@@ -41,7 +42,7 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
         nbytes = _bytes(frozenset(stored_as), padded, table=name == "embed.weight" and not spec.tied)
         total += nbytes
         active += nbytes * _read_share(spec, name)
-    return PackedSize(int(total), int(active))
+    return PackedSize(int(total), int(active) if stored else 2 * spec.num_active_params)
 
 
 def mixed_stacks(spec: Model, stored: Mapping[str, str]) -> dict[str, set[str]]:

@@ -28,7 +28,7 @@ from proa.plan.gpu_asked import asked_gpu, unused_rows
 from proa.plan.kernels import beyond_cpu, beyond_gpu
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
-from proa.plan.packed_size import packed_size
+from proa.plan.packed_size import PackedSize, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
@@ -64,12 +64,8 @@ def resolve(
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    need = _need(options, spec, dtype, kv.elem_bytes, batch_tokens)
-    active_bytes = spec.num_active_params * ELEM_BYTES[dtype]
-    if isa:
-        packed = packed_size(spec, stored)
-        need = replace(need, weights_bytes=packed.total_bytes)
-        active_bytes = packed.active_bytes if stored else active_bytes  # the roof does not count padding of bfloat16
+    packed = packed_size(spec, stored) if isa else None
+    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, packed)
     case = Case(
         model, spec, options, dtype, need, machine, usable_bytes,
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
@@ -117,10 +113,15 @@ def resolve(
     )
 
 
-def _need(options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int) -> Demand:
-    """The demand on RAM of unpacked weights."""
+def _need(
+    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, packed: PackedSize | None
+) -> tuple[Demand, int]:
+    """The demand on RAM, and the bytes of weights that one decoded token reads. packed: None without native kernels."""
     page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
-    return demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
+    need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
+    if packed is None:
+        return need, spec.num_active_params * ELEM_BYTES[dtype]
+    return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
 
 
 @dataclass(frozen=True)
