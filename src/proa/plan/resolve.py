@@ -66,10 +66,8 @@ def resolve(
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
     packed = packed_size(spec, stored) if isa else None
     need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, packed)
-    case = Case(
-        model, spec, options, dtype, need, machine, usable_bytes,
-        kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
-    )  # fmt: skip
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes, kv_elem_bytes=kv.elem_bytes, stored=stored,
+                counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
