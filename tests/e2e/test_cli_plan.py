@@ -162,7 +162,7 @@ def test_text(big_machine: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     text = " ".join(done.stdout.split())
     for part in (
-        "fits. NVIDIA H200 holds everything but routed experts and", "RAM holds all of them, 6",
+        "fits. NVIDIA H200 holds everything but routed experts, and", "RAM holds all of them, 6",
         "A prompt may have", "One request decodes", "limited mostly by RAM bandwidth", "tokens/s", "PCIe speed",
         "GPU products 700 TFLOP/s (measured, a bfloat16 product)", "by config.json alone", "experts in VRAM",
     ):  # fmt: skip

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from families.hub_texts import CONFIGS
 from proa.config.options import ModelOptions
 from proa.errors import ConfigError, ModelNotFound, WeightsError
-from proa.plan.opened import Opened, open_headers, open_model
+from proa.plan.headers import open_headers
+from proa.plan.opened import Opened, open_model
 from proa.plan.packed_size import packed_size
 from proa.plan.stored import kept_types
 from tiny import make_tiny

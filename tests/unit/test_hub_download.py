@@ -21,7 +21,7 @@ from proa.hub.cache import RepoCache, cached_references
 from proa.hub.download import check_loadable, download
 from proa.hub.locate import locate
 from proa.hub.reference import HubReference
-from proa.plan.opened import open_headers
+from proa.plan.headers import open_headers
 from proa.weights.checkpoint import open_checkpoint
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf

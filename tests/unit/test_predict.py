@@ -20,8 +20,8 @@ from proa.machine.machine import Gpu, Machine, NumaNode
 from proa.machine.machine_file import Kernels
 from proa.machine.rates import GpuRate, Rates
 from proa.models.spec import Mlp, Moe
+from proa.plan.headers import open_headers
 from proa.plan.nodes import node_shares
-from proa.plan.opened import open_headers
 from proa.plan.plan import Plan
 from proa.plan.predict import (
     CPU,

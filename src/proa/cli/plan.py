@@ -86,7 +86,7 @@ def _prepared(command: PlanCommand) -> tuple[Prepared, Rates]:
     from proa.machine.rates import Rates
     from proa.native.pool import wished_isa
     from proa.obs.progress import show_progress
-    from proa.plan.opened import open_headers
+    from proa.plan.headers import open_headers
     from proa.plan.prepare import cpu_flops, prepare, ram_rate
 
     asked, file = command.engine, command.machine

@@ -126,12 +126,13 @@ def _placement(plan: Plan) -> str:
     gpu = plan.gpu
     if gpu is None:
         return f"The CPU computes everything, from {weights} of weights in RAM."
+    name = "The simulated GPU" if gpu.simulated else gpu.name
     experts, resident = sum(gpu.experts), sum(map(len, gpu.resident))
     if not experts or gpu.gpu_only:
-        return f"{gpu.name} holds all of it, and RAM keeps no weights."
+        return f"{name} holds all of it, and RAM keeps no weights."
     held = f"{resident} of {experts} routed experts" if resident else "no routed expert"
     copies = "all of them" if gpu.inclusive or not resident else "the others"
-    return f"{gpu.name} holds everything but routed experts and {held}; RAM holds {copies}, {weights}, for the CPU."
+    return f"{name} holds everything but routed experts, and {held}; RAM holds {copies}, {weights}, for the CPU."
 
 
 def _rate(of: Prediction) -> str:
