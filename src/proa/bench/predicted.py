@@ -10,7 +10,7 @@ from proa.machine.probe import probe
 from proa.machine.rates import RamRate, Rates
 from proa.plan.opened import open_model
 from proa.plan.plan import Plan
-from proa.plan.predict import decode, prefill, speeds_of
+from proa.plan.predict import Speed, Speeds, decode, prefill, speeds_of
 from proa.plan.prepare import cpu_flops
 from proa.plan.stored import kept_types
 from proa.plan.work import Work, work_of
@@ -42,3 +42,16 @@ def predicted_figures(
         "predicted_decode_tokens_per_s": decode(plan, work, speeds, context_tokens).tokens_per_s,
         "predicted_prefill_tokens_per_s": prompt,
     }
+
+
+def predicted_decode(
+    plan: Plan, work: Work, requests: int, context_tokens: float, *, ram_bytes_per_s: float, vram_bytes_per_s: float
+) -> float:
+    """Tokens/s of `requests` decoding together on a GPU and the CPU, by the bandwidths measured beside them. Every
+    expert counts as equally likely, and none moves."""
+    speeds = Speeds(
+        ram=Speed(per_s=ram_bytes_per_s, source="measured"),
+        cpu=Speed(per_s=None, source="not needed"),
+        vram=Speed(per_s=vram_bytes_per_s, source="measured"),
+    )
+    return decode(plan, work, speeds, round(context_tokens), requests).tokens_per_s
