@@ -19,6 +19,7 @@ from proa.cli.chat import ChatOptions
 from proa.cli.doctor import DoctorOptions
 from proa.cli.launch import LaunchOptions
 from proa.cli.models import ModelsOptions
+from proa.cli.plan import PlanCommand
 from proa.cli.serve import ServeCommand
 from proa.cli.warm import WarmCommand
 from proa.config.env import PREFIX, SWITCHES
@@ -86,7 +87,7 @@ def document() -> str:
     for title, options in _by_title(serve.values()):
         parts += [f"### {title}\n", _table(options)]
     for command, group in (
-        ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
+        ("plan MODEL", PlanCommand), ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
         ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
         ("warm MODEL", WarmCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),

@@ -60,6 +60,7 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert 0 < figures["fixed_us_per_layer"] < 1000 * beside_ms, "one of two layers' gaps: the other has the head"
         assert figures["tokens_per_s"] == pytest.approx(1e3 * requests / figures["step_ms"])
         assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+        assert figures["predicted_tokens_per_s"] is None, "only for uniform routing"
         assert figures["round_trip_us"] > 0
         assert 0 < figures["ram_least_bytes_per_s"] <= figures["ram_bytes_per_s"] <= figures["ram_most_bytes_per_s"]
 
@@ -143,6 +144,7 @@ def test_latent_attention_and_a_layer_without_experts() -> None:
     figures = json.loads(done.stdout)["figures"]
     assert (figures["layers"], figures["resident_share"]) == (2, 0.5)
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+    assert 0 < figures["predicted_tokens_per_s"] < 1.02 * figures["roof_tokens_per_s"]
 
 
 def test_experts_with_biases() -> None:

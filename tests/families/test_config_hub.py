@@ -19,28 +19,20 @@ versions), gpustack, genz-llm, llm-analysis, hf-mem, llmcalc and kvfit.
 
 from __future__ import annotations
 
-import json
 import re
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from families.hub_texts import CONFIGS, ENTRIES
 from proa.models.families import declare, registry
 from proa.models.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from proa.models.quantisation import legacy_modelopt, quantisation
 from proa.models.spec import Attention, GatedDeltaNet, Model, Moe, Rope, RopeScaling
 
-ENTRIES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hub_configs.json").read_bytes())
-CONFIGS: dict[str, dict[str, Any]] = {
-    name: {"quantization_config": legacy_modelopt(entry["hf_quant_config"]), **entry["config"]}
-    if "hf_quant_config" in entry
-    else entry["config"]
-    for name, entry in ENTRIES.items()
-}
 QUANTISED = [name for name, config in CONFIGS.items() if "quantization_config" in config]
 FORMATS_PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 

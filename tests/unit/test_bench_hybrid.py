@@ -408,3 +408,4 @@ def test_a_gpu_s_memory_is_faster_than_its_link() -> None:
     assert 1e9 < rates.upload < rates.copy
     assert rates.copy < 8e12, "no GPU is so fast"
     assert 0.5 < rates.read / rates.copy < 2
+    assert 1e12 < rates.products < 1e16

@@ -14,12 +14,14 @@ import pytest
 from huggingface_hub import constants
 
 from fake_hub import COMMIT, FakeHub, serve_hub
+from proa.config.options import ModelOptions
 from proa.errors import ConfigError, HubError, ModelNotFound, ProaError, ResourceError, UsageError, WeightsError
 from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cached_references
 from proa.hub.download import check_loadable, download
 from proa.hub.locate import locate
 from proa.hub.reference import HubReference
+from proa.plan.headers import open_headers
 from proa.weights.checkpoint import open_checkpoint
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
@@ -377,3 +379,43 @@ def _copy_with_config(source: Path, folder: Path, **changes: object) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+def test_a_plan_fetches_only_config_and_headers(hub: FakeHub, tiny_moe: Path, tmp_path: Path) -> None:
+    hub.add(REPO, tiny_moe)
+    opened = open_headers(REPO, ModelOptions())
+    assert opened.checkpoint.load_format == "safetensors"
+    assert opened.checkpoint.path == Path(REPO)
+    assert opened.checkpoint.tensors.keys() == open_checkpoint(tiny_moe).tensors.keys()
+    assert hub.served_bytes("tokenizer.json") == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert not list(tmp_path.rglob("proa-preview-*"))
+
+
+def test_a_plan_of_bin_files_is_by_the_config(hub: FakeHub, tiny_moe: Path) -> None:
+    hub.add(REPO, tiny_moe)
+    for name in [name for name in hub.repos[REPO] if "safetensors" in name]:
+        del hub.repos[REPO][name]
+    opened = open_headers(REPO, ModelOptions())
+    assert opened.checkpoint.load_format == "config"
+    assert hub.served_bytes(".bin") == 0
+
+
+def test_a_plan_of_a_gguf_reads_its_header(hub: FakeHub, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    make_tiny_gguf("qwen3-moe", folder / "tiny-Q4_0.gguf", "Q4_0")
+    hub.add(REPO, folder)
+    opened = open_headers(f"{REPO}:Q4_0", ModelOptions())
+    assert opened.checkpoint.load_format == "gguf"
+    assert any(tensor.dtype == "Q4_0" for tensor in opened.checkpoint.tensors.values())
+
+
+def test_a_plan_of_a_wrong_model_names_the_repository(hub: FakeHub, tiny_moe: Path) -> None:
+    hub.add(REPO, tiny_moe)
+    text = json.loads(hub.repos[REPO]["config.json"]) | {"moe_intermediate_size": 5}
+    hub.repos[REPO]["config.json"] = json.dumps(text).encode()
+    with pytest.raises(WeightsError, match=REPO):
+        open_headers(REPO, ModelOptions())
+    with pytest.raises(ModelNotFound):
+        open_headers("org/none", ModelOptions())

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from demo_model import demo_gguf
+from demo_model import demo_gguf, demo_moe
+from proa.native.formats import Format, layout
+from proa.plan.packed_size import bf16_bytes
 from tiny import TINY, make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
 from unit.loaded_weights import loaded
@@ -17,6 +19,17 @@ def test_tiny_models(family: str, tmp_path: Path) -> None:
     planned, active, took = loaded(make_tiny(family, tmp_path))
     assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights, and parts that fill up a panel together
     assert 0 < active <= planned
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (17, 33), (576, 48), (151936, 2048)])
+def test_padding_of_bfloat16_is_the_layouts(rows: int, columns: int) -> None:
+    assert bf16_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
+
+
+@pytest.mark.demo
+def test_unquantised_weights_count_with_their_padding() -> None:
+    planned, _, took = loaded(demo_moe())
+    assert took == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("quant", ["F16", "Q5_0", "MXFP4"])

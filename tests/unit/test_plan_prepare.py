@@ -20,6 +20,7 @@ from proa.machine.machine import Gpu
 from proa.machine.probe import probe
 from proa.native.formats import Format, layout
 from proa.plan.overrides import config_overrides
+from proa.plan.packed_size import packed_size
 from quick_plan import prepare
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
@@ -55,7 +56,7 @@ def test_a_folder_becomes_a_plan(folder: Path) -> None:
     plan = prepared.plan
     assert (plan.model, plan.path) == (str(folder), str(folder))
     assert (plan.load_format, plan.dtype, plan.context_tokens) == ("dummy", "bfloat16", 100)
-    assert plan.memory.weights_bytes == 2 * prepared.declared.spec.num_params
+    assert plan.memory.weights_bytes == packed_size(prepared.declared.spec, {}).total_bytes
     assert plan.roof.bandwidth_bytes_per_s > 1e8
     assert plan.memory.free_bytes == prepared.machine.available_bytes
 

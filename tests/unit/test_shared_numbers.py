@@ -20,7 +20,7 @@ from proa.native.weights import Activation
 from proa.ops import sizes
 from proa.ops.routing import SCORES
 from proa.plan.kernels import CPU_MOST_DIM
-from proa.plan.placement import COLUMN_UNIT
+from proa.plan.packed_size import COLUMN_UNIT
 from proa.plan.vram import SLOTS_BYTES
 from proa.types import MOST_LOGPROBS
 

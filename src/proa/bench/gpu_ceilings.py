@@ -1,5 +1,5 @@
-"""The program `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory bandwidth and PCIe upload rate with
-torch's kernels, and prints GpuRates as JSON. No module imports it (see gpu_rates.py).
+"""The program `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory bandwidth, PCIe upload rate and matrix
+products with torch's kernels, and prints GpuRates as JSON. No module imports it (see gpu_rates.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proa.bench.gpu_rates import GpuRates
 
 MOST_BYTES = 4 << 30  # far larger than any GPU's cache
 UPLOAD_BYTES = 256 << 20
-SIDE = 8192  # of the matrices whose product is timed; random, since zeros take less power and run faster
+MATRIX = 8192  # rows and columns of the product's matrices, 128 MiB each
 ROUNDS = 10
 
 
@@ -30,10 +30,15 @@ def rates(device: torch.device) -> GpuRates:
     pinned = torch.zeros(upload_bytes // 4, dtype=torch.float32, pin_memory=True)
     place = there[: len(pinned)]
     found_upload = upload_bytes / _best_s(lambda: place.copy_(pinned, non_blocking=True))
-    product = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
-    a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
-    found_flops = 2 * SIDE**3 / _best_s(lambda: torch.mm(a, b, out=product))
-    return GpuRates(copy=found_copy, read=found_read, upload=found_upload, flops=found_flops)
+    return GpuRates(copy=found_copy, read=found_read, upload=found_upload, products=_products(device))
+
+
+def _products(device: torch.device) -> float:
+    """Operations per second of a product of bfloat16 matrices, accumulated in float32."""
+    a, b, out = (torch.zeros(MATRIX, MATRIX, dtype=torch.bfloat16, device=device) for _ in range(3))
+    a.normal_()  # zeros draw less power, and clocks would be higher than in use
+    b.normal_()
+    return 2.0 * MATRIX**3 / _best_s(lambda: torch.matmul(a, b, out=out))
 
 
 def _best_s(work: Callable[[], object]) -> float:

@@ -1,5 +1,5 @@
-"""Measures a GPU's memory bandwidth and PCIe upload rate in a child process (gpu_ceilings.py), so that all its CUDA
-memory is freed when that ends. Never: importing torch.
+"""Measures a GPU's memory bandwidth, PCIe upload rate and products in a child process (gpu_ceilings.py), so that all
+its CUDA memory is freed when that ends. Never: importing torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _TIMEOUT_S = 180.0
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates, the maximum of several rounds: bytes per second, but for flops."""
+    """Bytes per second, and operations per second of products, the maximum of several rounds."""
 
     copy: float  # copy within VRAM: bytes read plus bytes written
     read: float  # sum over VRAM: bytes read
     upload: float  # copy from pinned RAM to VRAM
-    flops: float  # operations per second of a large bfloat16 product, not bytes
+    products: float  # floating-point operations of a large matrix product in bfloat16
 
     @property
     def memory(self) -> float:

@@ -38,6 +38,7 @@ from proa.bench.hybrid_figures import (
 from proa.bench.hybrid_hits import Trace, read_trace
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
+from proa.bench.predicted import predicted_decode
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
 from proa.config.field import option
@@ -59,6 +60,8 @@ from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
+from proa.plan.stored import kept_types
+from proa.plan.work import work_of
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"
@@ -299,6 +302,8 @@ class HybridBench:
         self._options, self._case, self._prepared = options, case, prepared
         self._ready, self._rates = ready, rates
         self._meter = ram_meter(case.engine.machine)
+        stored = kept_types(case.engine.model, prepared.declared, prepared.checkpoint)
+        self._work = work_of(prepared.plan, prepared.declared.spec, stored)
         # With drift, each half of the vocabulary has its own hot experts: start in the lower half.
         vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab
         self._prompts = random_prompts(vocab, case.most, options.context)
@@ -318,6 +323,7 @@ class HybridBench:
         rates = self._rates_of(readings.of_run(intervals.index(interval)))
         context_tokens = options.context + tokens / 2
         figures = self._figures(interval, requests, context_tokens, rates)
+        figures |= {"predicted_tokens_per_s": self._predicted(requests, context_tokens, rates)}
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
         read = readings.all_bytes_per_s
         figures |= {"ram_least_bytes_per_s": min(read), "ram_most_bytes_per_s": max(read)}
@@ -377,6 +383,13 @@ class HybridBench:
             interval, gpu, requests, placed, rates
         )
         return figures | hit_figures(interval, trace, gpu)
+
+    def _predicted(self, requests: int, context_tokens: float, rates: Rates) -> float | None:
+        """The prediction of `proa plan`, by this run's bandwidths; None for routing that is not uniform."""
+        if self._options.router != "uniform":
+            return None
+        plan, bandwidths = self._prepared.plan, {"ram_bytes_per_s": rates.ram, "vram_bytes_per_s": rates.hbm}
+        return predicted_decode(plan, self._work, requests, context_tokens, **bandwidths)
 
     def _trace(self, file: str) -> Trace:
         return read_trace(Path(file), len(self._gpu.experts), max(self._gpu.experts))

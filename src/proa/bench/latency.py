@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
+import msgspec
+
 from proa.bench.endpoint import open_endpoint
 from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
+from proa.bench.predicted import measured_rates, predicted_figures, work_of_engine
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.timing import Timing, spread_ms, stage_us
@@ -22,6 +25,7 @@ from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.plan.plan import Plan
 from proa.plan.roof import roof_at
+from proa.plan.work import Work
 from proa.types import SamplingParams
 
 QUESTION = "How long does one request wait?"
@@ -46,13 +50,14 @@ class LatencyOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """The engine or server to measure. ask(prompt): runs one request with exactly --output-tokens tokens. plan: None
-    for a server."""
+    """The engine or server to measure. ask(prompt): runs one request with exactly --output-tokens tokens. plan, work:
+    None for a server."""
 
     model: str
     text_tokens: list[int]
     ask: Callable[[list[int]], Awaitable[Timing]]
     plan: Plan | None = None
+    work: Work | None = None
 
 
 def run(options: LatencyOptions) -> Result:
@@ -79,7 +84,8 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     readings = RamReadings(ram_meter(options.engine.machine))
     figures = latency_figures([await readings.measure_run(partial(target.ask, prompt)) for prompt in timed])
     await readings.read_last()
-    expected = roof_at(target.plan, options.prompt_tokens + options.output_tokens // 2)
+    context_tokens = options.prompt_tokens + options.output_tokens // 2
+    expected = roof_at(target.plan, context_tokens)
     roof = MeasuredRoof(
         bytes_per_token=expected.bytes_per_token,
         vram=expected.vram,
@@ -89,6 +95,11 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     rate = figures["decode_tokens_per_s"]
     share = None if rate is None else rate / roof.tokens_per_s
     figures |= {"roof_tokens_per_s": roof.tokens_per_s, "roof_share": share}
+    ram = msgspec.structs.replace(readings.rates[-1], bytes_per_s=readings.typical)
+    rates = measured_rates(target.plan, options.engine, ram)
+    if target.work is not None and rates is not None:
+        lengths = {"prompt_tokens": options.prompt_tokens, "context_tokens": context_tokens}
+        figures |= predicted_figures(target.plan, target.work, rates, **lengths)
     all_notes = (*notes, *readings.notes(), *excess_notes(share, readings.all_bytes_per_s))
     return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=all_notes)
 
@@ -128,7 +139,7 @@ async def _engine(options: LatencyOptions) -> AsyncIterator[Target]:
     llm = await AsyncLLM.launch(options.model, options.engine, own_thread=True)
     try:
         await llm.engine.wait_ready()
-        yield engine_target(llm, options.output_tokens)
+        yield replace(engine_target(llm, options.output_tokens), work=work_of_engine(llm.plan, options.engine))
     finally:
         await llm.close()
 

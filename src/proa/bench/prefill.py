@@ -198,7 +198,7 @@ def _figures(
     copies = now.copy_bytes_per_s or plan.gpu.pcie_bytes_per_s or 0.0
     upload = copies if rates is None else rates.upload
     shape = Shape.of(prepared.declared.spec, plan.gpu)
-    flops = None if rates is None else rates.flops
+    flops = None if rates is None else rates.products
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     bound = bound_s(shape, tokens, upload, now, flops, options.cached)

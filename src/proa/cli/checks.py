@@ -1,4 +1,4 @@
-"""The checks of `proa doctor`: functions that return one or more findings."""
+"""The checks of `proa doctor`: functions that return one or more findings, and measure the machine's rates."""
 
 from __future__ import annotations
 
@@ -8,48 +8,56 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-import msgspec
-
+from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.config.env import read_env
 from proa.config.options import MachineOptions, ServerOptions
 from proa.errors import NativeError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
+from proa.machine.machine_file import Finding, Kernels
+from proa.machine.rates import GpuRate, RamRate, Rates
 from proa.native.pool import wished_isa
-from proa.obs.units import format_bytes, format_rate
+from proa.obs.units import format_bytes, format_flops, format_rate
 from proa.plan.device import best_effort, obstacle
-from proa.plan.prepare import ram_rate
-
-Status = Literal["ok", "note", "broken"]
+from proa.plan.prepare import cpu_flops, ram_rate
 
 _LEAST_DISK_BYTES = 2 << 30  # the demo model and room to build it
 _LEAST_RAM_BYTES = 2 << 30  # two Python processes, torch and the demo model
 _OLDEST_PYTHON = (3, 11)
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """The result of a check. "note": a limitation; "broken": Proa cannot run. `remedy` is empty if there is nothing to
-    do."""
+@dataclass
+class Examined:
+    """What the checks measure, for the machine file; None if it could not be measured."""
 
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
+    kernels: Kernels | None = None
+    ram: RamRate | None = None
+    cpu_flops_per_s: float | None = None
+    gpus: list[GpuRate] = field(default_factory=list)
+
+    @property
+    def rates(self) -> Rates | None:
+        if self.ram is None or self.cpu_flops_per_s is None:
+            return None
+        return Rates(ram=self.ram, cpu_flops_per_s=self.cpu_flops_per_s, gpus=tuple(self.gpus))
 
 
-def findings(machine: Machine) -> Iterator[Finding]:
-    """Run all checks, in the order of the report."""
+def findings(machine: Machine, measured: Examined) -> Iterator[Finding]:
+    """Run all checks, in the order of the report, and fill in `measured`."""
     yield from _python()
     yield from _processor(machine)
     yield _memory(machine)
-    yield _bandwidth(machine)
+    yield _bandwidth(machine, measured)
     yield from _disks()
     yield port(ServerOptions().host, ServerOptions().port)
-    yield _computing()
+    yield from _computing(machine, measured)
     yield from gpus(machine)
+    for gpu in machine.gpus:
+        if not obstacle(gpu, machine.torch_cuda):
+            yield gpu_speed(gpu, measured)
 
 
 def _python() -> Iterator[Finding]:
@@ -122,9 +130,9 @@ def _memory(machine: Machine) -> Finding:
     return Finding("memory", "ok", detail)
 
 
-def _bandwidth(machine: Machine) -> Finding:
+def _bandwidth(machine: Machine, measured: Examined) -> Finding:
     try:
-        ram = ram_rate(MachineOptions(), machine)
+        ram = measured.ram = ram_rate(MachineOptions(), machine)
     except (NativeError, ResourceError) as e:
         return Finding("RAM speed", "note", f"not measured: {e.message}", e.remedy or "Free some memory.")
     detail = f"{format_rate(ram.bytes_per_s)}, which limits decode on the CPU; {ram.source}"
@@ -177,17 +185,44 @@ def port(host: str, number: int) -> Finding:
     return Finding("port", "ok", f"{host}:{number} is free")
 
 
-def _computing() -> Finding:
+def _computing(machine: Machine, measured: Examined) -> Iterator[Finding]:
     try:
         import torch  # noqa: F401  # takes seconds, and its failure is a finding
     except (ImportError, OSError) as e:
-        return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
+        yield Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
+        return
     try:
         isa, reason = wished_isa()
     except (NativeError, UsageError) as e:
-        return Finding("computing", "broken", e.message, e.remedy)
+        yield Finding("computing", "broken", e.message, e.remedy)
+        return
+    measured.kernels = Kernels(isa, reason)
     why = f" ({reason})" if reason else ""
-    return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}")
+    yield Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}")
+    try:
+        flops = measured.cpu_flops_per_s = cpu_flops(MachineOptions(), machine, isa)
+    except (NativeError, ResourceError) as e:
+        yield Finding("CPU products", "note", f"not measured: {e.message}", e.remedy or "Stop other programs.")
+        return
+    yield Finding("CPU products", "ok", f"{format_flops(flops)}, which limit prompts on the CPU")
+
+
+def gpu_speed(gpu: Gpu, measured: Examined, measure: Callable[[int], GpuRates] = measure_gpu) -> Finding:
+    """Measure a GPU's VRAM, PCIe link and products in a child process, in some seconds."""
+    assert gpu.index is not None
+    try:
+        found = measure(gpu.index)
+    except ResourceError as e:
+        return Finding(
+            "GPU speed", "note", f"{gpu.index}: not measured: {e.message}", "Free its memory, and try again."
+        )
+    measured.gpus.append(
+        GpuRate(
+            index=gpu.index, vram_bytes_per_s=found.memory, pcie_bytes_per_s=found.upload, flops_per_s=found.products
+        )
+    )
+    detail = f"{gpu.index}: VRAM {format_rate(found.memory)}, PCIe {format_rate(found.upload)}"
+    return Finding("GPU speed", "ok", f"{detail}, bfloat16 products {format_flops(found.products)}")
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

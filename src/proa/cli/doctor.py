@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from proa.config.parse import parse
 from proa.obs.console import console_out, write_out
 
 if TYPE_CHECKING:
-    from proa.cli.checks import Finding
+    from proa.machine.machine_file import Finding
 
 SUMMARY = "check this machine and suggest remedies for problems"
 EPILOG = "The exit code is 1 if a check is broken, else 0."
@@ -23,23 +22,29 @@ _STYLE = {"ok": "green", "note": "yellow", "broken": "bold red"}
 class DoctorOptions:
     """options"""
 
-    json: bool = option(False, help="print JSON: {healthy, findings, machine}", common=True)
+    json: bool = option(
+        False,
+        help="print JSON: {format, healthy, findings, machine, kernels, rates}, which `proa plan --machine` reads",
+        common=True,
+    )
 
 
 def run(argv: Sequence[str]) -> int:
     options = parse(DoctorOptions, argv, prog="proa doctor", summary=SUMMARY, epilog=EPILOG).options
     # Imported here, as --help does not need them.
-    import msgspec
-
-    from proa.cli.checks import findings
+    from proa.cli.checks import Examined, findings
+    from proa.machine.machine_file import FORMAT, MachineFile, machine_json
     from proa.machine.probe import probe
 
-    machine = probe()
-    found = list(findings(machine))
+    machine, measured = probe(), Examined()
+    found = list(findings(machine, measured))
     healthy = all(f.status != "broken" for f in found)
     if options.json:
-        content = {"healthy": healthy, "findings": found, "machine": machine}
-        write_out(json.dumps(msgspec.to_builtins(content), indent=2) + "\n")
+        file = MachineFile(
+            format=FORMAT, healthy=healthy, findings=tuple(found), machine=machine, kernels=measured.kernels,
+            rates=measured.rates,
+        )  # fmt: skip
+        write_out(machine_json(file))
     else:
         _print(found)
     return 0 if healthy else 1

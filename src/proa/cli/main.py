@@ -31,6 +31,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
+    "plan": Command("proa.cli.plan", "plan a model for this machine or another, and predict its speed"),
     "chat": Command("proa.cli.chat", "chat with a model in the terminal"),
     "launch": Command("proa.cli.launch", "start a coding agent on a local model"),
     "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against hardware limits"),

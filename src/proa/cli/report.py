@@ -104,9 +104,9 @@ def render_plan(report: Report) -> RenderableType:
     """Build the tables printed before loading: model, memory, roof, decisions, options."""
     return Group(
         Text(f"Proa {report.version}: {report.plan.model}", style="bold"),
-        _facts(report),
-        _decisions(report.plan.decisions),
-        *([_options(report.asked)] if report.asked else []),
+        facts_table(report),
+        decisions_table(report.plan.decisions),
+        *([options_table(report.asked)] if report.asked else []),
     )
 
 
@@ -117,7 +117,7 @@ def render_ready(ready: Ready) -> RenderableType:
         by_choice.setdefault(implementation, []).append(op)
     ops = "; ".join(f"{choice}: {', '.join(names)}" for choice, names in by_choice.items())
     rate = f" ({format_rate(ready.weights_bytes / ready.load_seconds)})" if ready.load_seconds > 0 else ""
-    table = _grid()
+    table = grid()
     table.add_row("loaded", f"{format_bytes(ready.weights_bytes)} in {format_duration(ready.load_seconds)}{rate}, "
                   f"peak memory {format_bytes(ready.peak_rss_bytes)}")  # fmt: skip
     table.add_row("threads", f"{ready.decode_threads} for decode, {ready.prefill_threads} for prefill")
@@ -125,12 +125,12 @@ def render_ready(ready: Ready) -> RenderableType:
         if sizes:
             table.add_row(row, ", ".join(f"{format_bytes(n)} {name}" for name, n in sizes.items()))
     table.add_row("ops", ops)
-    return Group(table, *([_decisions(ready.decisions)] if ready.decisions else []))
+    return Group(table, *([decisions_table(ready.decisions)] if ready.decisions else []))
 
 
-def _facts(report: Report) -> Table:
+def facts_table(report: Report) -> Table:
     plan, roof = report.plan, report.plan.roof
-    table = _grid()
+    table = grid()
     table.add_row("model", f"{_model_line(report.spec)}; {plan.load_format}, computed in {plan.dtype}")
     table.add_row("from", plan.path)
     for gpu in plan.gpus:
@@ -187,7 +187,7 @@ def _vram_roof(of: VramRoof) -> str:
     return f"{format_bytes(read_bytes)} read per token from VRAM, {rate} ({of.source})"
 
 
-def _decisions(rows: Sequence[Decision]) -> Table:
+def decisions_table(rows: Sequence[Decision]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title, style in (("decision", "bold"), ("asked", ""), ("got", "bold"), ("why", "")):
         table.add_column(title, style=style, overflow="fold")
@@ -196,13 +196,13 @@ def _decisions(rows: Sequence[Decision]) -> Table:
     return table
 
 
-def _options(asked: Sequence[GivenOption]) -> Table:
-    table = _grid()
+def options_table(asked: Sequence[GivenOption]) -> Table:
+    table = grid()
     table.add_row("options", ", ".join(f"{a.name} = {a.value} ({a.source})" for a in asked))
     return table
 
 
-def _grid() -> Table:
+def grid() -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

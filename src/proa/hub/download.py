@@ -15,7 +15,7 @@ from pathlib import Path
 from proa.errors import ModelError, ModelNotFound, ResourceError
 from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cache_root
-from proa.hub.files import SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
+from proa.hub.files import HEADER_FILES, SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
 from proa.hub.preview import preview_gguf, preview_safetensors
 from proa.hub.reference import HubReference
 from proa.hub.repository import HubFile, Repository
@@ -65,13 +65,24 @@ def download(
         weights = _choose(hub, repository, format_)
         _check_disk(repository, [*small, *weights])
         fetch_files(hub, repository, small, lambda _: None)
-        with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as folder:
-            for file in small:
-                Path(folder, file.path).symlink_to(snapshot.absolute() / file.path)
-            _check_preview(hub, repository, format_, weights, Path(folder), check)
+        _check_in_folder(hub, repository, format_, small, weights, check)
         fetch_files(hub, repository, weights, _counter(reference, weights, progress))
         cache.set_ref(reference, repository.commit)
     return snapshot / weights[0].path if format_ == "gguf" else snapshot
+
+
+def check_headers(reference: HubReference, check: Check, hub: Hub | None = None) -> None:
+    """Run `check` on a hub model's config and the headers of its weight files; fetch nothing else.
+
+    Raises ModelNotFound, HubError, UsageError (several GGUF models to choose from), and what `check` raises.
+    """
+    with closing(hub or Hub()) as hub:
+        repository = hub.repository(reference)
+        format_ = choose_format(repository)
+        small = () if format_ == "gguf" else [f for f in repository.files if f.path in HEADER_FILES]
+        weights = _choose(hub, repository, format_)
+        fetch_files(hub, repository, small, lambda _: None)
+        _check_in_folder(hub, repository, format_, small, weights, check)
 
 
 def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
@@ -96,6 +107,19 @@ def _choose(hub: Hub, repository: Repository, format_: Format) -> tuple[HubFile,
     if format_ == "gguf":
         return choose_gguf(repository)
     return choose_weights(repository, format_, lambda file: hub.read_range(repository, file, file.size_bytes))
+
+
+def _check_in_folder(
+    hub: Hub, repository: Repository, format_: Format, small: Sequence[HubFile], weights: Sequence[HubFile],
+    check: Check,
+) -> None:  # fmt: skip
+    """Run `check` on a temporary folder with the small files, which are cached, and the weights' headers."""
+    snapshot = RepoCache(repository.reference.repo).snapshot(repository.commit).absolute()
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as folder:
+        for file in small:
+            Path(folder, file.path).symlink_to(snapshot / file.path)
+        _check_preview(hub, repository, format_, weights, Path(folder), check)
 
 
 def _check_preview(

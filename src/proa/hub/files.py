@@ -23,6 +23,11 @@ SMALL_FILES = frozenset(
     )
 )  # fmt: skip
 
+# Those of them that a plan needs: the config and the index, without the tokenizer.
+HEADER_FILES = frozenset(
+    ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json", "hf_quant_config.json")
+)
+
 # Names of weight files in a repository without an index; the negative lookahead excludes duplicates and other tensors.
 _PATTERNS: dict[Format, re.Pattern[str]] = {
     "safetensors": re.compile(r"(?!consolidated|adapter|optimizer)[^/]+\.safetensors"),

@@ -19,7 +19,7 @@ SAMPLE_S = 0.25
 _BUSY = (0, 1, 2, 5, 6, 7)  # columns of /proc/stat: user, nice, system, irq, softirq, steal
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """CPU use by other programs, and by other virtual machines on the same host, over an interval."""
 
     others: float | None  # mean number of CPUs that they kept busy; None if the kernel does not report it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class NumaNode(msgspec.Struct, frozen=True):
+class NumaNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A NUMA node: its CPUs and its RAM; None if the kernel does not report a value."""
 
     id: int
@@ -16,7 +16,7 @@ class NumaNode(msgspec.Struct, frozen=True):
     memory_allowed: bool = True  # False: a cpuset excludes this node's memory
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU that this process may use; None if the driver does not report a value."""
 
     index: int | None  # as CUDA numbers it in this process; None: simulated
@@ -35,7 +35,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The host as seen by this process; None if the kernel does not report a value; `notes` lists what is missing."""
 
     cpu: str  # the processor's name

@@ -1,16 +1,20 @@
-"""The result of a RAM bandwidth measurement (native/ram.py measures)."""
+"""The results of measuring a machine: RAM bandwidth (native/ram.py measures), products of the CPU, rates of GPUs."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
 from proa.machine.load import Load
 
+Rate = Annotated[float, msgspec.Meta(gt=0)]
 
-class RamRate(msgspec.Struct, frozen=True, kw_only=True):
+
+class RamRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """RAM read bandwidth: the maximum of several short measurements, because other programs can only lower it."""
 
-    bytes_per_s: float
+    bytes_per_s: Rate
     threads: int  # the fastest of the thread counts tried
     pages: tuple[str, ...]  # page types of the memory: see ArenaInfo
     load: Load  # of other programs during the measurement
@@ -24,3 +28,23 @@ class RamRate(msgspec.Struct, frozen=True, kw_only=True):
             disturbed = f"the machine is busy: {self.load}, so RAM may be faster than measured"
             return f"{disturbed}; read by {threads} from {pages}"
         return f"read by {threads} from {pages}" + ("" if self.load.others is not None else f"; {self.load}")
+
+
+class GpuRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measured rates of one GPU."""
+
+    index: int  # of the GPU in Machine.gpus
+    vram_bytes_per_s: Rate
+    pcie_bytes_per_s: Rate  # from pinned RAM to VRAM
+    flops_per_s: Rate  # of a large matrix product in bfloat16
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measured rates of a machine; a GPU without an entry was not measured."""
+
+    ram: RamRate
+    cpu_flops_per_s: Rate  # peak of the unit that the native kernels multiply with, on all workers
+    gpus: tuple[GpuRate, ...] = ()
+
+    def of_gpu(self, index: int | None) -> GpuRate | None:
+        return next((rate for rate in self.gpus if rate.index == index), None)

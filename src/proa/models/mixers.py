@@ -192,6 +192,20 @@ class _Mixer:
         return 0
 
     @property
+    def pair_flops(self) -> int:
+        """Floating-point operations per (query, key) pair, of all heads: scores and weighted values."""
+        return 0
+
+    @property
+    def row_flops(self) -> int:
+        """Floating-point operations per row besides its matrices and pairs."""
+        return 0
+
+    def seen(self, past_tokens: float) -> float:
+        """Tokens of a past that a query sees, and whose cache a decode step reads."""
+        return past_tokens
+
+    @property
     def spread(self) -> Mapping[str, Spread]:
         """Its weights that some files spread over several tensors, by name without ".weight"."""
         return {}
@@ -262,6 +276,13 @@ class Attention(_Mixer):
     def pair_bytes(self) -> int:
         return 5 if self.sinks else 0  # a head's logits in float32, and a second mask
 
+    @property
+    def pair_flops(self) -> int:
+        return 4 * self.heads * self.head_dim
+
+    def seen(self, past_tokens: float) -> float:
+        return past_tokens if self.window is None else min(past_tokens, self.window)
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet(_Mixer):
@@ -305,6 +326,11 @@ class GatedDeltaNet(_Mixer):
     def row_values(self) -> int:
         """The projections and what is computed from them (4 each), and the products of the convolution."""
         return (4 + self.taps) * self.channels + 4 * self.value_heads * self.value_dim
+
+    @property
+    def row_flops(self) -> int:
+        """Of a head's state: decayed, read by the key, updated, read by the query."""
+        return 7 * self.value_heads * self.key_dim * self.value_dim
 
     @property
     def spread(self) -> Mapping[str, Spread]:
@@ -376,6 +402,11 @@ class LatentAttention(_Mixer):
         """As for Attention, and each head's latent query, latent sum and output (2 each)."""
         among_latents = self.heads * (2 * self.rank + self.rope.dim + self.value_dim)
         return 4 * (self.q_rows + (self.q_rank or 0) + self.rank + self.rope.dim) + 2 * among_latents
+
+    @property
+    def pair_flops(self) -> int:
+        """Of queries and keys among latents, as the kernels compute it."""
+        return 2 * self.heads * (2 * self.rank + self.rope.dim)
 
     @property
     def spread(self) -> Mapping[str, Spread]:

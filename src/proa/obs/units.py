@@ -28,6 +28,12 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{size:.{_decimals(size)}f} {unit}"
 
 
+def format_flops(per_s: float) -> str:
+    """Format floating-point operations per second: 8.11e11 -> "811 GFLOP/s"."""
+    size, unit = (per_s / 1e12, "TFLOP/s") if per_s >= 999.5e9 else (per_s / 1e9, "GFLOP/s")
+    return f"{size:.{_decimals(size)}f} {unit}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration: 0.0124 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 7500 -> "2 h 5 min"."""
     if not math.isfinite(seconds):

@@ -189,7 +189,8 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
 def _refusal(case: Case, short: Short) -> ResourceError:
     """The error with the demand and its parts, free memory, and flags that would help."""
     machine, usable, total_bytes = case.machine, case.usable_bytes, short.total_bytes
-    listed = listed_parts(case, short, f"weights as {case.dtype}", "processes and loading")
+    weights = "weights as stored" if case.stored else f"weights as {case.dtype}"
+    listed = listed_parts(case, short, weights, "processes and loading")
     free = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}"
     if machine.memory_bound_by != "free memory":
         free += f", bound by {machine.memory_bound_by}"
@@ -221,7 +222,7 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     elif case.machine.total_bytes >= total_bytes:
         helps.append(f"free {format_bytes(missing)} of memory")
     else:
-        helps.append("use a machine with more memory, or a smaller model")
+        helps.append(f"use a machine with {format_bytes(total_bytes)} of free memory, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
 

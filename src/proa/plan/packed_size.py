@@ -14,6 +14,8 @@ from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Format, kept_form, layout
 from proa.weights.dummy_names import is_coded
 
+COLUMN_UNIT = 32  # bfloat16 columns are padded to a multiple of it
+
 # A layer's gate and up matrices of all experts are one stack, its down matrices another.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
 _MLP_BIAS = re.compile(r"blocks\.\d+\.ffn\.(?:.*\.)?(?:gate|up|down)\.bias")
@@ -22,23 +24,25 @@ _MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
 
 @dataclass(frozen=True)
 class PackedSize:
-    """Bytes of all weights, and of the weights that one decoded token reads."""
+    """Bytes of all weights, and of the weights that one decoded token reads; without padding if all are bfloat16, as
+    the roof counts only what a token needs."""
 
     total_bytes: int
     active_bytes: int
 
 
 def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
-    """Size of a model's packed weights. stored: the checkpoint's type of each parameter, by Proa's names."""
+    """Size of a model's packed weights. stored: the checkpoint's type of each parameter, by Proa's names; empty: all
+    bfloat16."""
     types = _types(stored)
     total = active = 0.0
     for name, shape in spec.params():
-        stored_as = {"BF16"} if of_heads(name) else types[_stack(name)]
+        stored_as = {"BF16"} if not stored or of_heads(name) else types[_stack(name)]
         padded = (-(-shape[0] // PANEL_ROWS) * PANEL_ROWS,) if _MLP_BIAS.fullmatch(name) else shape
         nbytes = _bytes(frozenset(stored_as), padded, table=name == "embed.weight" and not spec.tied)
         total += nbytes
         active += nbytes * _read_share(spec, name)
-    return PackedSize(int(total), int(active))
+    return PackedSize(int(total), int(active) if stored else 2 * spec.num_active_params)
 
 
 def mixed_stacks(spec: Model, stored: Mapping[str, str]) -> dict[str, set[str]]:
@@ -85,6 +89,11 @@ def _stack(name: str) -> str:
     return name
 
 
+def bf16_bytes(rows: int, columns: int) -> int:
+    """Bytes of a bfloat16 matrix in panels, of any size: the layout's, without its limits."""
+    return 2 * -(-rows // PANEL_ROWS) * PANEL_ROWS * -(-columns // COLUMN_UNIT) * COLUMN_UNIT
+
+
 @functools.cache
 def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
     if len(shape) != 2 or 0 in shape:
@@ -92,6 +101,8 @@ def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
     if table:
         return prod(shape) * 2
     form, group = kept_form(stored, shape[-1])
+    if (form, group) == BF16_FORM:
+        return bf16_bytes(*shape)
     return layout(Format(form), shape[0], shape[1], group).matrix_bytes
 
 

@@ -12,10 +12,10 @@ from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
 from proa.plan.expert_counts import Counts
-from proa.plan.packed_size import expert_forms
+from proa.plan.packed_size import bf16_bytes, expert_forms
 from proa.plan.plan import Owners
 
-COLUMN_UNIT, BF16_BYTES = 32, 2
+BF16_BYTES = 2
 
 # Bounds of the experts that move in a step. 160 MiB take 3 ms at 55 GB/s, less than a step with many moves.
 SPARE_BYTES, MOST_SPARE = 160 << 20, 16
@@ -72,7 +72,7 @@ def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
     """Bytes of a matrix in panels; for bfloat16, rows are padded to 16 and columns to 32."""
     if form != BF16_FORM:
         return layout(form.format, rows, columns, form.group).matrix_bytes
-    return _padded(rows, PANEL_ROWS) * _padded(columns, COLUMN_UNIT) * BF16_BYTES
+    return bf16_bytes(rows, columns)
 
 
 def place(

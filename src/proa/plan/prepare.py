@@ -9,11 +9,13 @@ from pathlib import Path
 from proa.config.options import EngineOptions, MachineOptions
 from proa.hub.locate import locate
 from proa.machine.machine import Machine
+from proa.machine.machine_file import Kernels
 from proa.machine.probe import probe
 from proa.machine.rates import RamRate
 from proa.machine.topology import teams
 from proa.models.names import Declared
 from proa.native.pool import wished_isa
+from proa.native.products import measure_products
 from proa.native.ram import measure_ram
 from proa.plan.expert_counts import check_writable, read_counts
 from proa.plan.opened import Opened, open_model
@@ -46,6 +48,17 @@ def ram_rate(asked: MachineOptions, machine: Machine) -> RamRate:
     return measure_ram(machine, teams(left, threads), pinned=asked.cpu_binding != "none")
 
 
+def cpu_flops(asked: MachineOptions, machine: Machine, isa: str) -> float:
+    """Measure the floating-point operations/s of the native kernels `isa` on all workers. Takes 0.1 s.
+
+    Raises NativeError, ResourceError.
+    """
+    cores = min(machine.physical_cores or machine.usable_cores, machine.usable_cores)
+    left, _ = apart(asked, machine)
+    found = teams(left, min(asked.threads or cores, machine.usable_cores))
+    return measure_products(found, isa, pinned=asked.cpu_binding != "none")
+
+
 def prepare(
     model: str,
     options: EngineOptions | None = None,
@@ -53,32 +66,38 @@ def prepare(
     measure: Measure = ram_rate,
     opened: Opened | None = None,
     machine: Machine | None = None,
+    kernels: Kernels | None = None,
 ) -> Prepared:
     """Find the model, or fetch it with calls of `progress`, and make its plan. `measure` takes about 0.3 s. opened: the
     model, from open_if_here; None: it is located first. machine: for a plan for another machine; None: this one.
+    kernels: the native kernels of that machine; None: the best of this one.
 
     A model on the hub is planned from its headers before its weights are fetched: one that does not fit is refused.
     Raises ModelError, HubError, UsageError, ResourceError.
     """
     asked = options or EngineOptions()
 
+    def settle(found: Opened) -> Prepared:
+        return _settle(model, found, asked, measure, machine, kernels)
+
     def judge(preview: Path, load_format: str) -> None:
-        _settle(model, open_model(preview, load_format, asked.model), asked, measure, machine)
+        settle(open_model(preview, load_format, asked.model))
 
     if opened is None:
         dummy = asked.model.load_format == "dummy"
         path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
         opened = open_model(path, asked.model.load_format, asked.model)
-    return _settle(model, opened, asked, measure, machine)
+    return settle(opened)
 
 
 def _settle(
-    model: str, opened: Opened, asked: EngineOptions, measure: Measure, machine: Machine | None
+    model: str, opened: Opened, asked: EngineOptions, measure: Measure, machine: Machine | None,
+    kernels: Kernels | None,
 ) -> Prepared:  # fmt: skip
     checkpoint, declared = opened.checkpoint, opened.declared
     machine = machine or probe()
-    isa, isa_reason = wished_isa()  # first: it raises if the native library is broken, which measuring needs
-    host = Host(machine, measure(asked.machine, machine), isa, isa_reason)
+    kernels = kernels or Kernels(*wished_isa())  # first: it raises if the library is broken, which measuring needs
+    host = Host(machine, measure(asked.machine, machine), kernels.isa, kernels.reason)
     gpus = asked.gpus
     counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
     if gpus.save_expert_counts is not None:

@@ -6,11 +6,10 @@ raise UsageError (wrong in themselves) or ResourceError (wrong on this machine),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from proa.config.options import EngineOptions, MachineOptions, ModelOptions
+from proa.config.options import EngineOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.cost.turns import SHARED_TOKENS
 from proa.machine.machine import Gpu, Machine
@@ -29,7 +28,7 @@ from proa.plan.gpu_asked import asked_gpu, unused_rows
 from proa.plan.kernels import beyond_cpu, beyond_gpu
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
-from proa.plan.packed_size import packed_size
+from proa.plan.packed_size import PackedSize, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
@@ -65,27 +64,19 @@ def resolve(
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, stored)
-    case = Case(
-        model, spec, options, dtype, need, machine, usable_bytes,
-        kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
-    )  # fmt: skip
+    packed = packed_size(spec, stored) if isa else None
+    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, packed)
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes, kv_elem_bytes=kv.elem_bytes, stored=stored,
+                counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
-    together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "others queue")
-    rows = (
-        weights,
-        dtype_row,
-        _compute(dtype, host, placed.gpu),
-        *placed.decisions,
-        kv.row,
-        *prefix_rows(case, placed.need),
-    )
+    where = (_compute(dtype, host, placed.gpu), *placed.decisions)
+    rows = (weights, dtype_row, *where, kv.row, *prefix_rows(case, placed.need))
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
-    batch = batch_row(asked, placed.batch_tokens, None if share else batch_tokens)
-    parts = (together, batch, share_row, deterministic.row(asked.deterministic, cell))
+    rows += _step_rows(asked, placed.batch_tokens, None if share else batch_tokens)
+    rows += (share_row, deterministic.row(asked.deterministic, cell))
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -117,20 +108,24 @@ def resolve(
         memory=placed.memory,
         gpus=() if placed.gpu is None else (placed.gpu,),
         roof=placed.roof,
-        decisions=(*rows, *parts, *ram_rows, threads_row, *worker_rows),
+        decisions=(*rows, *ram_rows, threads_row, *worker_rows),
     )
 
 
 def _need(
-    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, stored: Mapping[str, str]
+    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, packed: PackedSize | None
 ) -> tuple[Demand, int]:
-    """The demand on RAM, and the bytes of weights that one decoded token reads."""
+    """The demand on RAM, and the bytes of weights that one decoded token reads. packed: None without native kernels."""
     page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
     need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
-    if not stored:
+    if packed is None:
         return need, spec.num_active_params * ELEM_BYTES[dtype]
-    packed = packed_size(spec, stored)
     return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
+
+
+def _step_rows(asked: SchedulerOptions, got: int, shared: int | None) -> tuple[Decision, Decision]:
+    together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "others queue")
+    return together, batch_row(asked, got, shared)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from proa.plan.plan import GpuPlan
 from proa.types import Decision
 from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint
+from proa.weights.dummy_names import is_coded
+from proa.weights.expected_types import expected_types
+from proa.weights.index import PLAIN_BYTES
 
 
 def kept_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
@@ -21,6 +24,8 @@ def kept_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) 
         return dummy_types(declared.spec, asked.dummy_format)
     if checkpoint.load_format != "gguf" and checkpoint.quantisation is None:
         return {}
+    if checkpoint.load_format == "config" and checkpoint.quantisation is not None:
+        return expected_types(declared, checkpoint.config, checkpoint.quantisation, checkpoint.tensor_names)
     return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
 
 
@@ -41,6 +46,8 @@ def weights_row(
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:
         names = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.quantised}
+        if got == "config":
+            names = {stored[name] for name in stored if is_coded(name)} - PLAIN_BYTES.keys()
         got += f", {' and '.join(sorted(names))}"
         why = _with_gpu(_quantised(spec, stored, names), gpu) if stored else dequantised
         made_for = checkpoint.quantisation.activations
@@ -49,6 +56,9 @@ def weights_row(
             why += f"; activations stay bfloat16 {but} (made for {made_for or 'bfloat16'})"
         elif made_for:
             why += f"; activations stay bfloat16 (made for {made_for})"
+    if checkpoint.load_format == "config":
+        source = "config.json and the index" if checkpoint.tensor_names else "config.json"
+        why = f"by {source} alone, as there are no weight files here" + (f": {why}" if checkpoint.quantisation else "")
     return Decision("weights", asked.load_format, got, why)
 
 

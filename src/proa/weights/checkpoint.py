@@ -18,7 +18,7 @@ from proa.models.names import Declared
 from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.counts import GGUF_LAYER_COUNTS, LAYER_COUNTS, refuse_many_experts, refuse_more_layers
 from proa.weights.gguf_header import gguf_index
-from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, safetensors_index, shard_files
+from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, listed_files, safetensors_index, shard_files
 from proa.weights.placeholder import placeholder
 from proa.weights.quantised import collapse
 
@@ -37,10 +37,11 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class Checkpoint:
     """A checkpoint's headers and configs, without tensor data.
 
-    path: folder or GGUF file. load_format: safetensors, bin, gguf or dummy. config: in Hugging Face's form, for GGUF
-    translated from the metadata. tensors: by the file's names; empty for dummy. generation_config: empty if there
-    is none. dtype: of activations: bfloat16, float16 or float32. quantisation: read from the config; None: not
-    quantised, or GGUF.
+    path: folder or GGUF file. load_format: safetensors, bin, gguf, dummy, or "config": only for a plan, without weight
+    files. config: in Hugging Face's form, for GGUF translated from the metadata. tensors: by the file's names; empty
+    for dummy and config. generation_config: empty if there is none. dtype: of activations: bfloat16, float16 or
+    float32. quantisation: read from the config; None: not quantised, or GGUF. tensor_names: of the index, for config;
+    empty: there is none.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
     quantisation: Quantisation | None = None
+    tensor_names: frozenset[str] = frozenset()
 
     @property
     def tokenizer_path(self) -> Path:
@@ -64,7 +66,7 @@ class Checkpoint:
     def declare(self, ignore_keys: Collection[str] = ()) -> Declared:
         """The model's shapes and the names of its tensors. Raises ConfigError."""
         where = str(self.path / "config.json") if self.path.is_dir() else f"{self.path} (GGUF metadata)"
-        refuse_more_layers(self.config, LAYER_COUNTS, self.tensors, where)
+        refuse_more_layers(self.config, LAYER_COUNTS, self.tensors or self.tensor_names, where)
         declared = families.declare(self.config, ignore_keys, where)
         if not self.tensors:
             refuse_many_experts(declared.spec, where)
@@ -76,8 +78,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read the headers of a model folder or a GGUF file.
 
-    load_format "auto" takes safetensors, then bin, then gguf; "dummy" needs only the config. `override_config`
-    replaces config keys. Raises ModelNotFound, ConfigError, WeightsError.
+    load_format "auto" takes safetensors, then bin, then gguf; "dummy" and "config" need only the config.
+    `override_config` replaces config keys. Raises ModelNotFound, ConfigError, WeightsError.
     """
     if not path.exists():
         raise ModelNotFound(f"There is no model at {path}.", "Give a model folder with a config.json, or a .gguf file.")
@@ -176,7 +178,7 @@ def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
 def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
     config = _config(folder) | override
     tensors: dict[str, TensorInfo] = {}
-    if load_format != "dummy":
+    if load_format not in ("dummy", "config"):
         files = _weight_files(folder, load_format)
         if not files:
             raise WeightsError(f"{folder} has no {load_format} files.", "Use --load-format auto.")
@@ -196,7 +198,26 @@ def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Ch
         tensors=tensors,
         generation_config=_json(generation) if generation.exists() else {},
         quantisation=quantised,
+        tensor_names=_index_names(folder) if load_format == "config" else frozenset(),
     )
+
+
+def has_weights(path: Path) -> bool:
+    """True if a folder has all weight files that its index lists, or some without an index; a file is one itself."""
+    if path.is_file():
+        return True
+    for index, single, pattern in _LAYOUTS.values():
+        if (path / index).is_file():
+            return all((path / file).is_file() for file in listed_files(path / index).values())
+        if (path / single).is_file() or any(path.glob(pattern)):
+            return True
+    return any(path.glob("*.gguf"))
+
+
+def _index_names(folder: Path) -> frozenset[str]:
+    """The tensor names of a folder's index; empty if there is none."""
+    indices = (folder / index for index, _, _ in _LAYOUTS.values())
+    return next((frozenset(listed_files(file)) for file in indices if file.is_file()), frozenset())
 
 
 def _config(folder: Path) -> dict[str, Any]:

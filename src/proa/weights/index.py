@@ -190,14 +190,19 @@ def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
     return index
 
 
-def shard_files(index_file: Path) -> list[Path]:
-    """The files listed in a *.index.json. Raises WeightsError if it cannot be read or files are missing."""
+def listed_files(index_file: Path) -> dict[str, str]:
+    """Tensor -> name of its file, by a *.index.json. Raises WeightsError if it cannot be read."""
     refuse_placeholder(index_file)
     try:
-        names = sorted(set(json.loads(index_file.read_bytes())["weight_map"].values()))
-        files = [index_file.parent / Path(name).name for name in names]
+        listed = json.loads(index_file.read_bytes())["weight_map"].items()
+        return {str(tensor): Path(name).name for tensor, name in listed}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{index_file}: cannot be read ({error!r}).", FETCH_AGAIN) from error
+
+
+def shard_files(index_file: Path) -> list[Path]:
+    """The files listed in a *.index.json. Raises WeightsError if it cannot be read or files are missing."""
+    files = [index_file.parent / name for name in sorted(set(listed_files(index_file).values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise WeightsError(

@@ -1,0 +1,57 @@
+"""Predicts a benchmark's figures from its plan and the rates measured beside it (plan/predict.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from proa.config.options import EngineOptions
+from proa.errors import NativeError, ResourceError
+from proa.machine.probe import probe
+from proa.machine.rates import RamRate, Rates
+from proa.plan.opened import open_model
+from proa.plan.plan import Plan
+from proa.plan.predict import Speed, Speeds, decode, prefill, speeds_of
+from proa.plan.prepare import cpu_flops
+from proa.plan.stored import kept_types
+from proa.plan.work import Work, work_of
+
+
+def work_of_engine(plan: Plan, asked: EngineOptions) -> Work:
+    """The work of a running engine's plan; reads the model's headers again. Raises what `open_model` raises."""
+    opened = open_model(Path(plan.path), plan.load_format, asked.model)
+    stored = kept_types(asked.model, opened.declared, opened.checkpoint) if plan.isa else {}
+    return work_of(plan, opened.declared.spec, stored)
+
+
+def measured_rates(plan: Plan, asked: EngineOptions, ram: RamRate) -> Rates | None:
+    """`ram` with the CPU's products, measured now; None without native kernels, or if they cannot be measured."""
+    try:
+        return Rates(ram=ram, cpu_flops_per_s=cpu_flops(asked.machine, probe(), plan.isa)) if plan.isa else None
+    except (NativeError, ResourceError):
+        return None
+
+
+def predicted_figures(
+    plan: Plan, work: Work, rates: Rates, *, prompt_tokens: int, context_tokens: int
+) -> dict[str, float | None]:
+    """Tokens/s of one request: decode at a context, and its prompt; None if the GPU that computes it is unmeasured."""
+    speeds = speeds_of(plan, rates)
+    unknown = speeds.gpu is not None and speeds.gpu.per_s is None
+    prompt = None if unknown else prefill(plan, work, speeds, prompt_tokens).tokens_per_s
+    return {
+        "predicted_decode_tokens_per_s": decode(plan, work, speeds, context_tokens).tokens_per_s,
+        "predicted_prefill_tokens_per_s": prompt,
+    }
+
+
+def predicted_decode(
+    plan: Plan, work: Work, requests: int, context_tokens: float, *, ram_bytes_per_s: float, vram_bytes_per_s: float
+) -> float:
+    """Tokens/s of `requests` decoding together on a GPU and the CPU, by the bandwidths measured beside them. Every
+    expert counts as equally likely, and none moves."""
+    speeds = Speeds(
+        ram=Speed(per_s=ram_bytes_per_s, source="measured"),
+        cpu=Speed(per_s=None, source="not needed"),
+        vram=Speed(per_s=vram_bytes_per_s, source="measured"),
+    )
+    return decode(plan, work, speeds, round(context_tokens), requests).tokens_per_s
