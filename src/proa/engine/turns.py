@@ -7,11 +7,9 @@ so they share workspace, doorbell and CPU workers (docs/decisions/038).
 
 from __future__ import annotations
 
-import sys
-
 from proa.engine.runner import Flight, Runner
 from proa.engine.scheduling.step_plan import StepPlan
-from proa.machine.cost.turns import GRAIN_TOKENS, LEAST_TOKENS, blocks_due, fitting_tokens
+from proa.machine.cost.turns import GRAIN_TOKENS, LEAST_TOKENS, blocks_alone, blocks_due, fitting_tokens
 
 
 class NoTurns:
@@ -81,9 +79,11 @@ class PrefillTurns:
             self.most_tokens = fitting_tokens(plan.num_tokens, seconds / self._blocks)
 
     def finish(self) -> None:
-        """Compute all blocks that are left. Called when no request decodes."""
+        """Compute blocks for about 0.1 s (blocks_alone), or all that are left. Called when no request decodes. New
+        requests and cancellations are seen in between."""
         if self._flight is not None and not self._done:
-            self._done = self._runner.advance(self._flight, sys.maxsize)
+            block_s = self._runner.executor.pace().block_s
+            self._done = self._runner.advance(self._flight, blocks_alone(block_s))
 
     def cancel(self) -> None:
         """Discard the held step."""

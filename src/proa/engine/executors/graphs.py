@@ -8,6 +8,7 @@ another (hidden states, logits) is copied to buffers outside the memory pool tha
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from proa.types import TokenLogprob
 WARM_BUCKETS = 3  # decode graphs that are captured before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 _NON_FINITE = -1  # the argmax of a row with NaN or infinity
+_MOST_PARTS_AHEAD = 2  # parts of a step that the device has not finished: a cancelled step ends with them
 _MOST_IN_FLIGHT = 32  # launches, of steps and of parts of a step, before the host waits for the device
 
 
@@ -83,6 +85,7 @@ class GraphExecutor:
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
         self._unfinished: GraphStep | None = None  # the step in parts
+        self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
         self._timer = StepTimer(queue)
         queue.finish_device()  # weights, caches and buffers were filled outside this queue
@@ -203,9 +206,12 @@ class GraphExecutor:
     def advance(self, step: GraphStep, blocks: int) -> bool:
         parts = unfinished(step.parts)
         with self._queue.current():
+            if len(self._parts_ahead) == _MOST_PARTS_AHEAD:
+                self._parts_ahead.popleft().wait()
             self._begin()
             self._timer.begin()
             count = parts.advance(blocks)
+            self._parts_ahead.append(self._queue.mark())
             self._timer.end(count)
             self._session.launched()
             if parts.done:

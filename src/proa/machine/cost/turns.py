@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 PREFILL_SHARE = 0.5
 MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
+ALONE_S = 0.1  # a cancelled prompt computes on for so long, and a new request waits for it
 LEAST_TOKENS = 512  # least size of a prefill step beside decode
 GRAIN_TOKENS = 256  # steps of fewer tokens are not used to estimate speed: reading weights takes all their time
 
@@ -34,6 +35,11 @@ def blocks_due(share: float, owed: float, step_s: float, block_s: float) -> tupl
         return 1, owed
     owed += share / (1 - share) * step_s / block_s
     return int(owed), owed - int(owed)
+
+
+def blocks_alone(block_s: float) -> int:
+    """Prefill blocks that are computed at a time while nothing decodes. block_s: duration of one, 0: not measured."""
+    return max(1, int(ALONE_S / block_s)) if block_s else 1
 
 
 def fitting_tokens(tokens: int, block_s: float) -> int:
