@@ -41,7 +41,7 @@ class _Switches:
     ram_probe: int | None = option(
         None,
         help="bytes to read when RAM bandwidth is measured at start; default: four times the last-level cache (less "
-        "might be read from the cache), at most an eighth of the free RAM",
+        "might be read from the cache), at most an eighth of the free RAM; less than 256MiB takes less time",
         metavar="SIZE",
         kind="size",
         low=4 << 20,
@@ -105,15 +105,18 @@ _LIBRARY_DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
 
 
 def child_environ(**switches: str) -> dict[str, str]:
     """Return the environment for a child process: this process's own, with `switches` replaced and library defaults.
+    Nothing in it depends on a plan, because an engine's process begins before there is one.
 
     OpenMP threads must sleep while waiting: spinning threads starve each other when other programs use the cores.
     oneDNN's caches keep a compiled kernel of about 340 KB per shape, 1024 by default, too much to plan memory for
-    (docs/decisions/010). Triton's cache of compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
+    (docs/decisions/010). torch need not search all installed packages for backends of other devices. Triton's cache of
+    compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
     """
     return {
         **_LIBRARY_DEFAULTS,
