@@ -105,7 +105,6 @@ _LIBRARY_DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
 
 
@@ -115,8 +114,7 @@ def child_environ(**switches: str) -> dict[str, str]:
 
     OpenMP threads must sleep while waiting: spinning threads starve each other when other programs use the cores.
     oneDNN's caches keep a compiled kernel of about 340 KB per shape, 1024 by default, too much to plan memory for
-    (docs/decisions/010). torch need not search all installed packages for backends of other devices. Triton's cache of
-    compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
+    (docs/decisions/010). Triton's cache of compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
     """
     return {
         **_LIBRARY_DEFAULTS,
