@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 
 import sample
 from at_once import beside_others, processes
+from examples import fewer
 from have_gpu import HAVE_GPU
 
 if not HAVE_GPU:
@@ -38,10 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed, but in a worker of pytest-xdist take that of its controller: all workers must draw alike."""
+    """For a sample: fewer examples of laws, and a seed; a worker of pytest-xdist takes its controller's, since all
+    must draw alike."""
     if config.option.sample is not None:
         given = getattr(config, "workerinput", {})
         config.option.sample = given.get("sample") or sample.draw_seed(config.option.sample)
+        fewer()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -52,6 +56,19 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """From here on, warnings are errors. Before, other plugins start, and what they warn of is not this project's."""
     session.config.addinivalue_line("filterwarnings", "error")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector off what lives as long as the run, torch's modules and the tests: it would look at
+    these objects again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -104,6 +121,12 @@ def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str
     return lambda rows: (
         list(range(len(rows))) if seed is None else sample.covering(rows, f"{seed} {request.node.nodeid}")
     )
+
+
+@pytest.fixture(scope="session")
+def sampled(request: pytest.FixtureRequest) -> bool:
+    """Whether this run is a sample, `make test`; a test whose length is a number may take a smaller one."""
+    return request.config.option.sample is not None
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from fakes import FakeEngine, Reply, make_plan
 from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
 from proa.llm import AsyncLLM
-from proa.server.run import Progress, Shutdown, bind, serve_on, url_of
+from proa.server.listen import bind, url_of
+from proa.server.run import Progress, Shutdown, serve_on
 from proa.server.service import Service
 from proa.text.tokenizer import Tokenizer
 from proa.types import EngineRequest

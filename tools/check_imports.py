@@ -33,7 +33,7 @@ NO_TORCH = (
     "weights/quantised", "demo",
     "hub", "plan", "grammar", "text", "parsers", "beam", "llm", "blocking", "server", "bench", "cli", "cache/pages",
     "cache/radix", "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
-    "engine/processes/client",
+    "engine/processes/client", "engine/processes/early", "engine/processes/process", "engine/processes/worker",
 )  # fmt: skip
 
 # Started as processes of their own, so they may import torch, and nobody may import them.

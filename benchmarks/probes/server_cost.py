@@ -29,7 +29,8 @@ from typing import Any
 from proa.config.options import EngineOptions, ServerOptions
 from proa.config.parse import from_keywords
 from proa.llm import AsyncLLM
-from proa.server.run import Shutdown, bind, serve_on
+from proa.server.listen import bind
+from proa.server.run import Shutdown, serve_on
 from proa.types import Constraint, EngineRequest, Sampling, SamplingParams
 
 STREAMS, CONSTRAINED, TOKENS = 64, 16, 64

@@ -15,6 +15,7 @@ import msgspec
 from proa.beam.driver import beam_search
 from proa.config.options import EngineOptions
 from proa.engine.processes.client import EngineClient
+from proa.engine.processes.early import EarlyProcess
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, UsageError
@@ -115,16 +116,18 @@ class AsyncLLM:
                 f"The model is {model!r}, of type {type(model).__name__}.", "Give its name or path as a str or a Path."
             )
         options = options or EngineOptions()
-        prepared = await asyncio.to_thread(prepare, str(model), options, progress)
-        return await cls.launch_prepared(prepared, options, own_thread=own_thread)
+        with EarlyProcess() as early:
+            prepared = await asyncio.to_thread(prepare, str(model), options, progress, when_measured=early.begin)
+            return await cls.launch_prepared(prepared, options, own_thread=own_thread, early=early)
 
     @classmethod
     async def launch_prepared(
-        cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False, restart: bool = False
-    ) -> AsyncLLM:
-        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`;
-        restart: start the engine again when it dies (RestartingEngine). Raises TokenizerError before the engine is
-        started."""
+        cls, prepared: Prepared, options: EngineOptions, *, early: EarlyProcess, own_thread: bool = False,
+        restart: bool = False,
+    ) -> AsyncLLM:  # fmt: skip
+        """Load the tokenizer, start the engine of a planned model in the process of `early`, and return while it loads.
+        own_thread: see `launch`; restart: start the engine again when it dies (RestartingEngine). Raises TokenizerError
+        before it takes the process."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
@@ -141,8 +144,13 @@ class AsyncLLM:
         tokenizer = await asyncio.to_thread(source.load_tokenizer)
         answers = source.answers(tokenizer)  # may raise: before the engine is started
         launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
-        engine: EngineHandle = await (RestartingEngine.launch(launch) if restart else launch())
-        return cls._of(source, engine, tokenizer, answers)
+        first = await launch(process=early.take())
+        engine: EngineHandle = RestartingEngine(first, launch) if restart else first
+        try:
+            return cls._of(source, engine, tokenizer, answers)
+        except BaseException:
+            await engine.close()
+            raise
 
     @classmethod
     def without_engine(cls, source: TextSource) -> AsyncLLM:

@@ -1,4 +1,5 @@
-"""`proa bench hybrid`, run as by a user, with a simulated GPU."""
+"""`proa bench hybrid` with a simulated GPU: its frontend in this process, where it is imported once, and real engines;
+once as a program."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import io
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,13 +19,28 @@ from rich.console import Console, Group
 import programs
 from proa.bench.hybrid_table import render_beside, render_drift
 from proa.bench.result import Result
+from proa.cli.main import main
 
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = programs.proa("bench", "hybrid", *QUICK, *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Bench = Callable[..., Done]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["proa", "bench", "hybrid", *QUICK, *arguments])
+        return Done(main(), *capsys.readouterr())
+
+    return run
 
 
 def table_of(lines: str, render: Callable[[Sequence[Result]], Group]) -> str:
@@ -33,7 +51,7 @@ def table_of(lines: str, render: Callable[[Sequence[Result]], Group]) -> str:
 
 
 @pytest.mark.alone  # all requests must decode together for some steps
-def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
+def test_experts_on_the_cpu_beside_a_simulated_gpu(bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=1,3", "--router=zipf", "--json")
     assert done.returncode == 0, done.stderr
     results: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
@@ -65,7 +83,7 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert 0 < figures["ram_least_bytes_per_s"] <= figures["ram_bytes_per_s"] <= figures["ram_most_bytes_per_s"]
 
 
-def test_hits_and_the_roof_of_what_was_read() -> None:
+def test_hits_and_the_roof_of_what_was_read(bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", "--router=zipf", "--output-tokens=60", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
@@ -76,7 +94,7 @@ def test_hits_and_the_roof_of_what_was_read() -> None:
 
 
 @pytest.mark.alone
-def test_a_drift() -> None:
+def test_a_drift(bench: Bench) -> None:
     """The hit rate falls when other experts become hot."""
     done = bench(
         "--gpu=sim:64MiB", "--resident=37.5", "--requests=1,2", "--router=drift", "--drift-tokens=100", "--json"
@@ -99,7 +117,7 @@ def test_a_drift() -> None:
 
 
 @pytest.mark.parametrize("share", ["0", "0.5"])
-def test_a_prompt_that_arrives_during_decode(share: str) -> None:
+def test_a_prompt_that_arrives_during_decode(share: str, bench: Bench) -> None:
     done = bench(
         "--gpu=sim:64MiB", "--resident=50", "--requests=1,2", "--prompt-tokens=300", "--max-batch-tokens=150",
         f"--prefill-share={share}", "--json",
@@ -123,13 +141,13 @@ def test_a_prompt_that_arrives_during_decode(share: str) -> None:
     ("arguments", "says"),
     [(["--prefill-share=0.5"], "--prompt-tokens"), (["--prompt-tokens=9", "--router=drift"], "different measurements")],
 )
-def test_measurements_that_are_refused(arguments: list[str], says: str) -> None:
+def test_measurements_that_are_refused(arguments: list[str], says: str, bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
 
 
-def test_a_model_with_recurrent_states() -> None:
+def test_a_model_with_recurrent_states(bench: Bench) -> None:
     """Without a prefix cache, the prompt is computed again in each run."""
     done = bench("--shape=tiny-next", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")
     assert done.returncode == 0, done.stderr
@@ -138,7 +156,7 @@ def test_a_model_with_recurrent_states() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
 
 
-def test_latent_attention_and_a_layer_without_experts() -> None:
+def test_latent_attention_and_a_layer_without_experts(bench: Bench) -> None:
     done = bench("--shape=tiny-latent", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
@@ -147,7 +165,7 @@ def test_latent_attention_and_a_layer_without_experts() -> None:
     assert 0 < figures["predicted_tokens_per_s"] < 1.02 * figures["roof_tokens_per_s"]
 
 
-def test_experts_with_biases() -> None:
+def test_experts_with_biases(bench: Bench) -> None:
     done = bench("--shape=tiny-oss", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--format=mxfp4", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
@@ -156,14 +174,16 @@ def test_experts_with_biases() -> None:
 
 
 def test_everything_on_the_gpu_and_a_table() -> None:
-    done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=1")
+    """As a program."""
+    command = programs.proa("bench", "hybrid", *QUICK, "--gpu=sim:64MiB", "--resident=100", "--requests=1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"experts in VRAM +100 %", done.stdout)
     assert "experts of the CPU 0 B" in done.stdout
 
 
 @pytest.mark.parametrize(("form", "bits"), [("int4", 4.5), ("mxfp4", 4.25)])
-def test_experts_of_another_format(form: str, bits: float) -> None:
+def test_experts_of_another_format(form: str, bits: float, bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", f"--format={form}", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
@@ -173,13 +193,13 @@ def test_experts_of_another_format(form: str, bits: float) -> None:
     assert 0 < figures["cpu_bytes_per_step"] <= 2 * 2 * expert_bytes * 1.1  # scales fill up their lines
 
 
-def test_a_drift_needs_some_resident_experts() -> None:
+def test_a_drift_needs_some_resident_experts(bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--router=drift")
     assert done.returncode == 2
     assert "--router drift has no effect" in done.stderr
 
 
-def test_a_gpu_is_required() -> None:
+def test_a_gpu_is_required(bench: Bench) -> None:
     done = bench("--gpu=none")
     assert done.returncode == 2
     assert "--gpu sim:" in done.stderr

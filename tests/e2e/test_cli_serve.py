@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -77,20 +78,17 @@ def test_workers_follow_cpu_binding(folder: Path, flags: list[str], rows: dict[s
 
 
 def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
+    """And a number of threads is not tried."""
     flags = ["--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1"]
     with serving(folder, *flags) as (first, _), serving(folder, *flags) as (second, report):
+        assert "decode threads" not in {row["name"] for row in report["ready"]["decisions"]}
+        assert report["ready"]["decode_threads"] == 1
         theirs, own = (
             {cpu for cpus in bound_threads(p.pid) if len(cpus) == 1 for cpu in cpus} for p in (first, second)
         )
         (why,) = [row["why"] for row in report["decisions"] if row["name"] == "CPU binding"]
         assert "other Proa engines" in why
         assert theirs != own or "with --threads" in why  # if no CPU is left, the report says so
-
-
-def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
-    with serving(folder, "--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1") as (_, report):
-        assert "decode threads" not in {row["name"] for row in report["ready"]["decisions"]}
-        assert report["ready"]["decode_threads"] == 1
 
 
 def test_it_ends_when_stdin_closes(folder: Path) -> None:
@@ -135,10 +133,14 @@ def test_the_table_for_people(folder: Path, tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = proa("serve", str(folder), "--port", str(port))
+        done = subprocess.run(
+            [sys.executable, "-c", WATCH, "serve", str(folder), "--port", str(port)],
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
     assert done.returncode == 4
     assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert [line for line in done.stderr.splitlines() if "WATCHED" in line] == ["WATCHED socket.bind "]
+    assert done.stderr.count("\n") == 2
 
 
 # An audit hook that writes a line to stderr for each import of torch or the HTTP server's libraries, and each port.
@@ -218,21 +220,46 @@ def test_a_nan_is_refused_by_its_place(folder: Path, tmp_path: Path) -> None:
 
 def test_the_audit_hook_sees_a_start(folder: Path) -> None:
     """Checks the audit hook: without this, the test above could not fail."""
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH, "serve", str(folder), "--port=0", "--ram=1MiB"],
-        capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
-    assert done.returncode == 4
-    order = [done.stderr.find(text) for text in ("WATCHED import uvicorn", "WATCHED socket.bind", "listening on")]
+    with subprocess.Popen(
+        programs.python("-c", WATCH, "serve", str(folder), "--port=0"), stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "listening on" in line:
+                break
+        process.kill()
+    # The engine's process imports torch while this one imports its HTTP server and plans.
+    steps = ("WATCHED socket.bind", "WATCHED subprocess.Popen", "WATCHED import uvicorn", "listening on")
+    order = ["".join(seen).find(text) for text in steps]
     assert -1 not in order
     assert order == sorted(order)
 
 
 def test_too_little_memory_is_refused_with_numbers(folder: Path) -> None:
-    done = proa("serve", str(folder), "--port=0", "--ram=1MiB")
+    """Before the HTTP server is imported. The engine's process, which has begun by then, ends with the start."""
+    mark = f"REFUSED_START={os.getpid()}-{time.monotonic_ns()}"
+    name, _, value = mark.partition("=")
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, "serve", str(folder), "--port=0", "--ram=1MiB"],
+        env={**os.environ, name: value}, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 4
-    assert "MiB" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    *watched, message = done.stderr.splitlines()
+    assert watched == ["WATCHED socket.bind ", "WATCHED subprocess.Popen "]
+    assert "MiB" in message
+    assert not with_environ(mark)
+
+
+def with_environ(mark: str) -> list[str]:
+    """Return the ids of processes that have this variable in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_text(errors="replace").split("\0"):
+                found.append(path.parent.name)
+    return found
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
@@ -282,12 +309,13 @@ def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
             time.sleep(0.001)
 
 
-def test_a_killed_engine_is_replaced_three_times(folder: Path) -> None:
+def test_a_killed_engine_is_replaced_three_times(folder: Path, sampled: bool) -> None:
+    """In a sample once; tests/server/test_restart.py counts."""
     body = {"prompt": [5, 6, 7], "max_tokens": 500, "stream": True, "ignore_eos": True}
     with serving(folder) as (server, report), httpx.Client(
         base_url=report["url"], timeout=LIMIT_S, trust_env=False
     ) as client:  # fmt: skip
-        for death in range(4):
+        for death in range(1 if sampled else 4):
             (engine,) = engines_of(server.pid)
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()
@@ -301,6 +329,8 @@ def test_a_killed_engine_is_replaced_three_times(folder: Path) -> None:
             if death < 3:
                 assert client.get("/health").json()["status"] == "restarting"
                 wait_for(lambda: client.get("/health").status_code == 200)
+        if sampled:
+            return
         assert server.wait(LIMIT_S) == 6
         assert server.stderr is not None
         assert "died 4 times within 10 minutes" in server.stderr.read()

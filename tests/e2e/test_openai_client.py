@@ -115,7 +115,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, process: subprocess.P
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a small KV cache, so that one wave of requests fills it and memory stops growing."""
-    with serve(tmp_path_factory.mktemp("serve"), "--context", "2048", "--kv-memory", "96MiB") as running:
+    with serve(tmp_path_factory.mktemp("serve"), "--context", "2048", "--kv-memory", "64MiB") as running:
         yield running
 
 
@@ -165,8 +165,8 @@ def wave(client: openai.OpenAI, salt: str) -> None:
     def ask(i: int) -> tuple[int, str | None, str]:
         stream = client.chat.completions.create(
             model=MODEL,
-            messages=chat(f"{salt} {i}. " + "A proa is a boat. " * (i % 16)),
-            max_tokens=2 + i % 13,
+            messages=chat(f"{salt} {i}. " + "A proa is a boat. " * (i % 9)),
+            max_tokens=2 + i % 7,
             temperature=1.0,
             seed=i,
             stream=True,
@@ -181,7 +181,7 @@ def wave(client: openai.OpenAI, salt: str) -> None:
 
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(ask, range(64)))
-    assert [(count, finish) for count, finish, _ in answers] == [(2 + i % 13, "length") for i in range(64)]
+    assert [(count, finish) for count, finish, _ in answers] == [(2 + i % 7, "length") for i in range(64)]
     assert all(text for _, _, text in answers)
 
 

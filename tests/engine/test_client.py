@@ -7,9 +7,9 @@ import socket
 from typing import Any
 
 from proa.engine.ipc import Submit, Tokens
+from proa.engine.processes.channel import Channel
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.wire import EngineEnd, FrontendEnd
-from proa.engine.processes.worker import Channel
 from proa.engine.stats import SchedulerStats, Stats
 from proa.types import EngineRequest, Sampling, TokenEvent
 
@@ -17,7 +17,9 @@ STEPS = 20
 
 
 class Process:
-    returncode, stdin = 0, None
+    returncode = 0
+
+    def close_stdin(self) -> None: ...
 
     async def wait(self) -> int:
         await asyncio.Event().wait()

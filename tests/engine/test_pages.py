@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from examples import examples
 from proa.cache.pages import IntegrityError, PageAllocator
 
 NUM_PAGES = 7
@@ -96,7 +97,7 @@ class PagesAgainstCounting(RuleBasedStateMachine):
 
 
 PagesAgainstCounting.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from examples import examples
 from proa.engine.scheduling.copying import CopyRules
 from proa.engine.scheduling.phases import FixedPhases
 from proa.engine.scheduling.policy import Limits
@@ -123,7 +124,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
     return fake, ahead, beside, most
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
     finished = preempted = cached = aborted = ahead = beside = copied = most = 0
@@ -213,7 +214,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 Schedules.TestCase.settings = settings(
-    max_examples=NUM_SCHEDULES or 300,
+    max_examples=NUM_SCHEDULES or examples(300),
     stateful_step_count=50,
     deadline=None,
     derandomize=not NUM_SCHEDULES,

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from examples import examples
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.pool import allocate_pool, copy_states
 from proa.cache.radix import PrefixCache, PrefixNode
@@ -222,7 +223,7 @@ class Trees(RuleBasedStateMachine):
 
 
 Trees.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=examples(150), stateful_step_count=40, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 TestTrees = Trees.TestCase

@@ -14,19 +14,13 @@ import torch
 
 import hybrid_engines
 from engines import load_decoder
+from families.split_devices import DEVICES
 from hybrid_engines import SPLITS, Split, load_split
 from proa.cache.pool import allocate_pool
 from proa.native.doorbell import Way
 from proa.native.pool import Pool
 from teacher_forced import MOE, all_experts, forced, prompts
 from tiny import TINY, make_tiny
-
-CASES = [
-    pytest.param("sim", name, split, id=f"sim-{name}-{split}") for name in MOE for split in SPLITS
-] + [
-    pytest.param("cuda", name, split, id=f"cuda-{name}-{split}", marks=pytest.mark.gpu)
-    for name in sorted(TINY) for split in (SPLITS if name in MOE else ["all on the GPU"])
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +29,22 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.parametrize(("device", "name", "split"), CASES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("split", SPLITS)
 def test_no_further_from_float32_than_torch_in_bfloat16(
     device: str, name: str, split: str, pool: Pool, tmp_path: Path
 ) -> None:
+    check(device, name, split, pool, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(set(TINY) - set(MOE)))
+def test_models_without_experts(name: str, pool: Pool, tmp_path: Path) -> None:
+    check("cuda", name, "all on the GPU", pool, tmp_path)
+
+
+def check(device: str, name: str, split: str, pool: Pool, tmp_path: Path) -> None:
     folder = make_tiny(name, tmp_path)
     override = all_experts(folder)
     loaded = [load_decoder(folder, dtype, **override) for dtype in (torch.float32, torch.bfloat16)]
@@ -55,7 +61,7 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
     assert off_got <= 1.05 * off_plain + 1e-4 * scale
 
 
-@pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_transport_gives_the_same_bits(device: str, pool: Pool, tmp_path: Path) -> None:
     folder = make_tiny("qwen3-moe", tmp_path)
     got = [

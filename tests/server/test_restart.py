@@ -34,7 +34,7 @@ class Engines:
         return engine
 
     async def service(self) -> Service:
-        engine = await RestartingEngine.launch(self.launch)
+        engine = RestartingEngine(await self.launch(), self.launch)
         await asyncio.sleep(0)
         return Service(ServerOptions(), MODEL, AsyncLLM(make_plan(), engine, self.tokenizer))
 
@@ -82,7 +82,7 @@ def test_the_new_engine_learns_the_vocabulary(tokenizer: Tokenizer) -> None:
 
     async def work() -> None:
         engines = Engines(tokenizer)
-        engine = await RestartingEngine.launch(engines.launch)
+        engine = RestartingEngine(await engines.launch(), engines.launch)
         await asyncio.sleep(0)
         vocabulary = tokenizer.vocabulary(tokenizer.vocab_size)
         engine.learn(vocabulary)
@@ -104,7 +104,7 @@ def test_restarts_are_limited(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     async def work() -> None:
         nonlocal now_s
         engines = Engines(tokenizer)
-        engine = await RestartingEngine.launch(engines.launch)
+        engine = RestartingEngine(await engines.launch(), engines.launch)
         await settle()
         for _ in range(restarting.MOST_RESTARTS):
             engines.made[-1].die()
@@ -127,7 +127,7 @@ def test_restarts_are_limited(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
 def test_an_engine_that_cannot_load_again_counts_as_dead(tokenizer: Tokenizer) -> None:
     async def work() -> None:
         engines = Engines(tokenizer)
-        engine = await RestartingEngine.launch(engines.launch)
+        engine = RestartingEngine(await engines.launch(), engines.launch)
         await settle()
         engines.state = "loading"
         engines.made[0].die()
@@ -145,7 +145,7 @@ def test_an_engine_that_cannot_load_again_counts_as_dead(tokenizer: Tokenizer) -
 def test_an_engine_that_never_loaded_is_not_restarted(tokenizer: Tokenizer) -> None:
     async def work() -> None:
         engines = Engines(tokenizer, state="loading")
-        engine = await RestartingEngine.launch(engines.launch)
+        engine = RestartingEngine(await engines.launch(), engines.launch)
         engines.made[0].die(WeightsError("A file is truncated."))
         await asyncio.wait_for(engine.wait_ended(), 1)
         assert isinstance(engine.failure, WeightsError)

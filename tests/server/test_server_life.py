@@ -23,7 +23,7 @@ from proa.config.options import ServerOptions
 from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ResourceError, UsageError, WeightsError
 from proa.server import sse, status
-from proa.server.run import bind, url_of
+from proa.server.listen import bind, url_of
 from proa.server.welcome import welcome
 from proa.text.tokenizer import Tokenizer
 from served import MODEL, Served, make_service
@@ -263,7 +263,8 @@ from pathlib import Path
 from fakes import FakeEngine, Reply, make_plan
 from proa.config.options import ServerOptions
 from proa.llm import AsyncLLM
-from proa.server.run import Shutdown, bind, serve_on
+from proa.server.listen import bind
+from proa.server.run import Shutdown, serve_on
 from proa.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(Path(sys.argv[1]))

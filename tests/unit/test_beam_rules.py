@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.beam.search import Beam, BeamRules, BeamSearch, Candidates
 
 END = 0
@@ -71,7 +72,7 @@ SEEDS = st.integers(0, 2**20)
 PENALTIES = st.sampled_from([-1.5, 0.0, 0.5, 1.0, 2.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(2, 4), st.integers(1, 4), st.integers(0, 2), PENALTIES)
 def test_a_wide_search_finds_the_best_of_all_answers(
     seed: int, vocab: int, most: int, least: int, penalty: float
@@ -86,7 +87,7 @@ def test_a_wide_search_finds_the_best_of_all_answers(
     assert {(beam.tokens, beam.end) for beam in found} == {(beam.tokens, beam.end) for beam in expected}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(SEEDS, st.integers(3, 9), st.integers(1, 5), st.integers(1, 7), st.integers(0, 3), PENALTIES)
 def test_stopping_and_few_candidates_lose_nothing(
     seed: int, vocab: int, width: int, most: int, least: int, penalty: float
@@ -98,7 +99,7 @@ def test_stopping_and_few_candidates_lose_nothing(
     assert [rules.score(beam) for beam in found] == pytest.approx(without_stopping(model, rules))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SEEDS, st.integers(2, 6), st.integers(1, 5), st.integers(1, 7))
 def test_invariants(seed: int, vocab: int, width: int, most: int) -> None:
     model = model_of(seed, vocab, coarse=True)

@@ -1,14 +1,19 @@
-"""`proa serve` start-up: downloads in worker threads stop with it, and the log levels."""
+"""`proa serve` start-up: the order of its first steps, downloads in worker threads stop with it, and the log levels."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from proa.cli.begin import begin
 from proa.cli.start import _interruptible
+from proa.config.options import ServeOptions, ServerOptions
 from proa.errors import ShuttingDown
+from quick_plan import ram_of
+from tiny import make_tiny
 
 
 def test_a_download_stops_after_an_interrupt() -> None:
@@ -18,6 +23,34 @@ def test_a_download_stops_after_an_interrupt() -> None:
     with pytest.raises(ShuttingDown):
         report("fetching", 2, 2)
     assert seen == [("fetching", 1, 2)]
+
+
+def test_ram_is_measured_before_the_engines_process_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process imports torch, which would keep a core busy; and a model that is not here is fetched before both."""
+    events: list[str] = []
+    folder = make_tiny("qwen3-moe", tmp_path / "m")
+    monkeypatch.setattr("proa.plan.prepare.measure_ram", lambda *_, **__: events.append("measured") or ram_of())
+    monkeypatch.setattr("proa.engine.processes.early.EngineProcess", lambda: Recorded(events))
+    options = ServeOptions(server=ServerOptions(port=0))
+    with begin(str(folder), options) as begun:
+        assert begun.listener.getsockname()[1] > 0
+        assert begun.prepared is not None
+        events.append("imports")
+    assert events == ["measured", "begun", "imports", "ended"]
+    events.clear()
+    monkeypatch.setattr("proa.cli.begin.open_if_here", lambda model, asked: None)
+    with begin("org/name", options) as begun:
+        assert begun.prepared is None
+    assert events == []
+
+
+class Recorded:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+        events.append("begun")
+
+    def end(self) -> None:
+        self._events.append("ended")
 
 
 LOGGING = """

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from examples import examples
 from fakes import make_tokenizer
 from proa.errors import TokenizerError
 from proa.text.detokenize import Detokenizer
@@ -85,7 +86,7 @@ def test_sentencepiece_text_round_trips_in_whole_characters(sentencepiece: Token
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip=st.booleans())
 def test_random_byte_level_tokens_decode_as_the_library_does(
     byte_level: Tokenizer, data: st.DataObject, skip: bool
@@ -96,7 +97,7 @@ def test_random_byte_level_tokens_decode_as_the_library_does(
     assert "".join(pieces) == library == byte_level.decode(tokens, skip)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip=st.booleans())
 def test_random_sentencepiece_tokens_decode_as_the_library_does(
     sentencepiece: Tokenizer, data: st.DataObject, skip: bool

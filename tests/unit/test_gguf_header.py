@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.errors import ConfigError, WeightsError
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.gguf_header import gguf_index
@@ -161,7 +162,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
             gguf_index(file)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_never_crash(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     data = bytearray(write(tmp_path / "a.gguf", everything).read_bytes())

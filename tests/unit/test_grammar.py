@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
+from examples import examples
 from grammars import EOS, MARK, allowed, lexicon, matcher, random_answer, text_of, vocabulary
 from proa.errors import RequestError
 from proa.grammar.checker import GrammarChecker
@@ -181,7 +182,7 @@ SCHEMAS = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_random_answers_fulfil_random_schemas(schema: dict[str, Any], seed: int) -> None:
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
@@ -190,7 +191,7 @@ def test_random_answers_fulfil_random_schemas(schema: dict[str, Any], seed: int)
         validator.validate(json.loads(text_of(answer)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from([r"(ab|c)+\d?", r"[^a]{3}", r"[a-z]+@\d+\.(de|com)", r"(x|y)*z", r"\s?é+"]), st.integers(0, 2**31)
 )

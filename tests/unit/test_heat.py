@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from examples import examples
 from proa.machine.cost.heat import (
     EAGER,
     HALF_LIVES_TOKENS,
@@ -26,7 +27,7 @@ Ids = NDArray[np.int64]  # [tokens, layers, k]
 HERE = np.array([[True, False]])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
 def test_swaps_of_any_heat(layers: int, experts: int, seed: int, resident: float, movable: float) -> None:
     rng = np.random.default_rng(seed)
@@ -155,7 +156,7 @@ def test_the_half_life_that_predicts_best_is_used() -> None:
         assert heat.best_half_life == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
 def test_top_sets_have_the_hottest_experts(slots: list[int], seed: int) -> None:
     """A top set has as many experts as slots, the hottest ones; experts tied with the last one may be added."""

@@ -452,11 +452,13 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, FakeEn
         declared=SimpleNamespace(spec=SimpleNamespace(vocab=2000)),
     )
 
-    async def start(plan: Plan, *, own_thread: bool) -> FakeEngine:
+    async def start(plan: Plan, *, own_thread: bool, process: object) -> FakeEngine:
         assert not own_thread
+        assert process == "process"
         return engine
 
-    monkeypatch.setattr("proa.llm.prepare", lambda model, options, progress: prepared)
+    monkeypatch.setattr("proa.llm.prepare", lambda model, options, progress, when_measured: prepared)
+    monkeypatch.setattr("proa.engine.processes.early.EngineProcess", lambda: "process")
     monkeypatch.setattr("proa.llm.EngineClient", SimpleNamespace(launch=start))
     return folder, engine
 

@@ -128,7 +128,7 @@ def test_tuples_of_tokens_are_prompts(make_llm: Callable[..., LLM]) -> None:
 def test_a_model_may_be_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def prepare(model: str, *_: object) -> None:
+    def prepare(model: str, *_: object, **rest: object) -> None:
         asked.append(model)
         raise ProaError("Enough seen.")
 

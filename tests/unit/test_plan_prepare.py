@@ -14,14 +14,16 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions
+import proa.plan.prepare
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.errors import ModelNotFound, ResourceError, UsageError, WeightsError
 from proa.machine.machine import Gpu
 from proa.machine.probe import probe
+from proa.machine.rates import RamRate
 from proa.native.formats import Format, layout
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
-from quick_plan import prepare
+from quick_plan import prepare, ram_of
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 
@@ -222,3 +224,22 @@ def test_unknown_isa_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PROA_ISA", "sse9")
     with pytest.raises(UsageError, match=r"PROA_ISA sse9: There are no kernels named sse9; there are .*scalar"):
         prepare(str(folder), EngineOptions(model=DUMMY))
+
+
+def test_the_process_may_begin_once_ram_is_measured(folder: Path) -> None:
+    """Also if the plan is then refused: whoever began it ends it."""
+    events: list[str] = []
+
+    def measure(asked: object, machine: object) -> RamRate:
+        events.append("measured")
+        return ram_of()
+
+    begun = lambda: events.append("begun")  # noqa: E731
+    proa.plan.prepare.prepare(str(folder), EngineOptions(model=DUMMY), measure=measure, when_measured=begun)
+    assert events == ["measured", "begun"]
+    with pytest.raises(ResourceError):
+        proa.plan.prepare.prepare(
+            str(folder), EngineOptions(model=DUMMY, machine=MachineOptions(ram=1 << 16)), measure=measure,
+            when_measured=begun,
+        )  # fmt: skip
+    assert events == ["measured", "begun"] * 2

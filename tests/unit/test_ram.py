@@ -16,7 +16,7 @@ from proa.machine.machine import Machine
 from proa.machine.probe import probe
 from proa.machine.rates import RamRate
 from proa.machine.topology import pretend, teams
-from proa.native.ram import buffer_bytes, measure_ram, worker_counts
+from proa.native.ram import buffer_bytes, measure_ram, usual_seconds, worker_counts
 
 MIB = 1 << 20
 
@@ -89,6 +89,14 @@ def test_is_short_and_leaves_nothing_behind(isa: str | None, monkeypatch: pytest
         time.sleep(0.001)
     assert len(os.listdir("/proc/self/task")) <= tasks, "native threads have ended too"
     assert os.sched_getaffinity(0) == cpus, "of the calling thread"
+
+
+def test_less_memory_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, seconds in (("64MiB", 0.075), ("256MiB", 0.3), ("2GiB", 0.3)):
+        monkeypatch.setenv("PROA_RAM_PROBE", asked)
+        assert usual_seconds() == pytest.approx(seconds)
+    monkeypatch.delenv("PROA_RAM_PROBE")
+    assert usual_seconds() == 0.3
 
 
 def test_teams_of_several_nodes_read_memory_of_their_own() -> None:

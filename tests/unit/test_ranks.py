@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.errors import UsageError
 from proa.models.ranks import Mesh, Part, Rank, divide
 from proa.models.spec import Attention, Block, GatedDeltaNet, LatentAttention, Mlp, Model, Moe, Rope, Router
@@ -56,7 +57,7 @@ def _columns(rank: Rank, name: str) -> range | None:
     return part.columns
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(family=st.sampled_from(sorted(TINY)), data=st.data())
 def test_the_parts_of_all_ranks_are_the_model(family: str, data: st.DataObject) -> None:
     spec = tiny_spec(family)
@@ -86,7 +87,7 @@ def test_the_parts_of_all_ranks_are_the_model(family: str, data: st.DataObject) 
     assert sum(rank.spec.num_params for rank in ranks) == zeros + sum(int(count.sum()) for count in owners.values())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(family=st.sampled_from(sorted(TINY)), data=st.data())
 def test_cuts_fall_on_units(family: str, data: st.DataObject) -> None:
     spec = tiny_spec(family)

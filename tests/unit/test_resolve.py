@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.config.options import CacheOptions, EngineOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.config.value import parse_size
 from proa.errors import ProaError, ResourceError, UsageError
@@ -292,7 +293,7 @@ def test_every_decision_is_explained() -> None:
         assert decision.why, decision.name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     spec=st.sampled_from([DEMO, QWEN3_30B, MIXTRAL, TINY]),
     free_gib=st.floats(0, 200),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.config.options import CacheOptions
 from proa.errors import ResourceError, UsageError
 from proa.plan.plan import Plan
@@ -48,7 +49,7 @@ def test_fewer_copies_with_little_memory() -> None:
     assert row(least, "copies of states") == ("auto", "none", "no room for one: it takes 73.7 MiB")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(free_gib=st.floats(149, 156), context=st.none() | st.integers(1, 20000), kv_memory=st.none() | st.just(GIB))
 def test_copies_never_cause_a_refusal(free_gib: float, context: int | None, kv_memory: int | None) -> None:
     asked = {"context": context, "kv_memory": kv_memory}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
@@ -256,7 +257,7 @@ def check_teams(made: tuple[Team, ...], machine: Machine, limit: int) -> None:
         assert len(set(places[:distinct])) == distinct, "a sibling before a core of its own"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(host=hosts(), workers=st.none() | st.integers(1, 60), pretended=st.integers(1, 8))
 def test_invariants(host: HostFiles, workers: int | None, pretended: int) -> None:
     with TemporaryDirectory() as folder:

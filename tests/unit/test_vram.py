@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import (
@@ -339,7 +340,7 @@ def test_roof_counts_kv_of_the_context() -> None:
 # ---- any machine ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     spec=st.sampled_from([QWEN3_30B, QWEN3_30B, MIXTRAL, DEMO, MIXED, DENSE, GPT_OSS]),
     ram_gib=st.floats(2, 150),
@@ -381,7 +382,7 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
         assert on.gpu_only  # no room is left unused
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     ram_gib=st.floats(4, 70),
     vram_gib=st.floats(6, 70),

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from examples import examples
 from proa.errors import ConfigError, ModelError, ModelNotFound, WeightsError
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.index import safetensors_index
@@ -190,7 +191,7 @@ def test_damage_is_named(folder: Path, what: str, damage: Any, kind: type[ModelE
     assert caught.value.remedy
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_of_a_header_never_crash(folder: Path, flips: list[tuple[int, int]]) -> None:
     data = bytearray(shards(folder)[0].read_bytes())

@@ -14,6 +14,7 @@ import gguf
 import pytest
 import torch
 
+import programs
 from proa.models.families import declare
 from proa.models.gguf import GGUF_NAMES
 from proa.weights.index import PLAIN_BYTES
@@ -29,12 +30,14 @@ CONFIG = {
     "vocab_size": 8192,
     "torch_dtype": "bfloat16",
 }
-# Prints bytes: peak while loading beyond what the process had before, final weights, the largest layer.
+# Loads the file of each line "PATH DTYPE", in one process because importing torch takes longer, and prints bytes: peak
+# while loading beyond what the process had before, final weights, the largest layer. Then it returns freed memory.
 CHILD = """
 import collections
+import ctypes
+import gc
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 import torch
 from proa.layers.decoder import Decoder
@@ -48,28 +51,34 @@ def memory(key):
     line = next(x for x in open("/proc/self/status") if x.startswith(key))
     return int(line.split()[1]) * 1024
 
+def load(path, dtype, pool):
+    checkpoint = open_checkpoint(path)
+    declared = checkpoint.declare()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    packed = Memory(pool, [None])
+    if dtype is None:
+        targets = dict(Decoder(declared.spec, CpuOps(Recorder(pool, packed, 4, 1, 1)).table()).parameters())
+    else:
+        targets = {name: torch.empty(shape, dtype=dtype) for name, shape in declared.spec.params()}
+    load_weights(checkpoint, declared, targets, lambda done, total: None, pool if dtype is None else None)
+    weights = sum(target.nbytes for target in targets.values() if isinstance(target, torch.Tensor))
+    weights += sum(packed.bytes_by_format.values())
+    blocks = collections.Counter()
+    for name, shape in declared.spec.params():
+        if name.startswith("blocks."):
+            blocks[name.split(".")[1]] += math.prod(shape)
+    layer = weights * max(blocks.values()) // declared.spec.num_params
+    print(memory("VmHWM") - before, weights, layer, flush=True)
+
 torch.set_num_threads(1)
 torch.randn(1 << 20).to(torch.bfloat16).float() @ torch.randn(1 << 20)  # what torch allocates once
-path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2], None)
-pool = Pool([[0, 0, 0]], pin=False)
-checkpoint = open_checkpoint(path)
-declared = checkpoint.declare()
-before = memory("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-packed = Memory(pool, [None])
-if dtype is None:
-    targets = dict(Decoder(declared.spec, CpuOps(Recorder(pool, packed, 4, 1, 1)).table()).parameters())
-else:
-    targets = {name: torch.empty(shape, dtype=dtype) for name, shape in declared.spec.params()}
-load_weights(checkpoint, declared, targets, lambda done, total: None, pool if dtype is None else None)
-weights = sum(target.nbytes for target in targets.values() if isinstance(target, torch.Tensor))
-weights += sum(packed.bytes_by_format.values())
-blocks = collections.Counter()
-for name, shape in declared.spec.params():
-    if name.startswith("blocks."):
-        blocks[name.split(".")[1]] += math.prod(shape)
-layer = weights * max(blocks.values()) // declared.spec.num_params
-print(memory("VmHWM") - before, weights, layer)
+for line in sys.stdin:
+    path, dtype = line.split()
+    with Pool([[0, 0, 0]], pin=False) as pool:
+        load(Path(path), getattr(torch, dtype, None), pool)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 """
 
 
@@ -165,6 +174,15 @@ def write_gguf(folder: Path) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def loader() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        programs.python("-c", CHILD), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        yield process
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("write", "dtype"),
@@ -180,12 +198,13 @@ def write_gguf(folder: Path) -> Path:
         (write_gptq, "packed"),
     ],
 )
-def test_peak(write: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    command = [sys.executable, "-c", CHILD, str(path), dtype]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    peak, weights, layer = map(int, done.stdout.split())
+def test_peak(
+    write: Callable[[Path], Path], dtype: str, tmp_path: Path, loader: subprocess.Popen[str]
+) -> None:  # fmt: skip
+    assert loader.stdin is not None
+    assert loader.stdout is not None
+    print(write(tmp_path), dtype, file=loader.stdin, flush=True)
+    peak, weights, layer = map(int, loader.stdout.readline().split())
     assert weights > 80e6
     slack = 8 << 20  # of the allocator and of torch's first calls
     assert weights <= peak + slack

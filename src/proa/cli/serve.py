@@ -40,20 +40,20 @@ class ServeCommand:
 def run(argv: Sequence[str]) -> int:
     parsed = parse(ServeCommand, argv, prog="proa serve", summary=SUMMARY, epilog=EPILOG)
     command = parsed.options
-    # FastAPI and the engine take a second to import: only after the options and the model's headers are checked.
-    from proa.plan.opened import open_if_here
+    # Imports in this order: FastAPI takes a second, and the engine's process imports torch meanwhile.
+    from proa.cli.begin import begin
 
-    opened = open_if_here(command.model, command.serve.engine.model)
-    from proa.cli.start import serve_model
-    from proa.obs.console import console_err
-    from proa.obs.log import setup_logging
+    with begin(command.model, command.serve) as begun:
+        from proa.cli.start import serve_model
+        from proa.obs.console import console_err
+        from proa.obs.log import setup_logging
 
-    console = console_err()
-    setup_logging(read_env().log, console)
-    if command.until_stdin_closes:
-        threading.Thread(target=_stop_when_stdin_closes, daemon=True, name="stdin").start()
-    options = given_options(command.serve, parsed.sources)
-    return serve_model(command.model, opened, command.serve, options, console, json=command.json)
+        console = console_err()
+        setup_logging(read_env().log, console)
+        if command.until_stdin_closes:
+            threading.Thread(target=_stop_when_stdin_closes, daemon=True, name="stdin").start()
+        options = given_options(command.serve, parsed.sources)
+        return serve_model(command.model, begun, command.serve, options, console, json=command.json)
 
 
 def _stop_when_stdin_closes() -> None:

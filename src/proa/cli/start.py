@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from dataclasses import replace
 import msgspec
 from rich.console import Console
 
+from proa.cli.begin import Begun
 from proa.cli.report import Report, render_plan, render_ready, report_json
 from proa.config.options import ServeOptions
 from proa.config.parse import GivenOption
@@ -21,9 +21,9 @@ from proa.llm import AsyncLLM
 from proa.obs.console import write_out
 from proa.obs.progress import show_progress
 from proa.obs.version import proa_version
-from proa.plan.opened import Opened
 from proa.plan.prepare import Prepared, prepare
-from proa.server.run import Shutdown, bind, serve_on, url_of
+from proa.server.listen import url_of
+from proa.server.run import Shutdown, serve_on
 
 Progress = Callable[[str, int, int], None]
 
@@ -31,30 +31,26 @@ _POLL_S = 0.1
 
 
 def serve_model(
-    model: str, opened: Opened | None, options: ServeOptions, asked: Sequence[GivenOption], console: Console, *,
-    json: bool,
-) -> int:  # fmt: skip
-    """Serve until a signal; return the exit code. The port is bound before the model is downloaded or loaded, so that a
-    port in use is refused at once. opened: the model's headers, if it is on this machine (plan/opened.py).
+    model: str, begun: Begun, options: ServeOptions, asked: Sequence[GivenOption], console: Console, *, json: bool
+) -> int:
+    """Serve until a signal; return the exit code.
 
     The report is printed on `console`; with `json`, on stdout as JSON lines: one when the plan is made, one when the
     model is loaded. Raises ProaError.
     """
-    listener = bind(options.server.host, options.server.port)
-    startup = _Startup(model, opened, options, listener, asked, console, json)
-    return asyncio.run(serve_on(listener, startup.launch, model, options.server, startup.announce, Shutdown()))
+    startup = _Startup(model, begun, options, asked, console, json)
+    return asyncio.run(serve_on(begun.listener, startup.launch, model, options.server, startup.announce, Shutdown()))
 
 
 class _Startup:
     """One server start: plans and launches the model, and prints each stage."""
 
     def __init__(
-        self, model: str, opened: Opened | None, options: ServeOptions, listener: socket.socket,
-        asked: Sequence[GivenOption], console: Console, as_json: bool,
+        self, model: str, begun: Begun, options: ServeOptions, asked: Sequence[GivenOption], console: Console,
+        as_json: bool,
     ) -> None:  # fmt: skip
-        self._model, self._opened = model, opened
+        self._model, self._begun = model, begun
         self._options = options
-        self._listener = listener
         self._asked = asked
         self._console = console
         self._as_json = as_json
@@ -70,17 +66,22 @@ class _Startup:
 
     async def launch(self, progress: Progress) -> AsyncLLM:
         """Download and plan the model, print the report, start the engine; return while it loads."""
-        with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
-            prepared = await asyncio.to_thread(
-                prepare, self._model, self._options.engine, report_progress, opened=self._opened
-            )
+        early = self._begun.early
+        prepared = self._begun.prepared or await self._fetch(progress)
         report = self._report(prepared)
         self._show_report(report)
         llm = await AsyncLLM.launch_prepared(
-            prepared, self._options.engine, own_thread=True, restart=self._options.server.restart
+            prepared, self._options.engine, early=early, own_thread=True, restart=self._options.server.restart
         )
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
+
+    async def _fetch(self, progress: Progress) -> Prepared:
+        """Download or build the model, and plan it."""
+        with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
+            return await asyncio.to_thread(
+                prepare, self._model, self._options.engine, report_progress, when_measured=self._begun.early.begin
+            )
 
     async def _show_loading(self, llm: AsyncLLM, report: Report) -> None:
         with show_progress(self._console) as show:
@@ -96,7 +97,8 @@ class _Startup:
             self._show(await self._welcome.get())
 
     def _report(self, prepared: Prepared) -> Report:
-        url, port = url_of(self._listener, self._options.server.scheme), self._listener.getsockname()[1]
+        listener = self._begun.listener
+        url, port = url_of(listener, self._options.server.scheme), listener.getsockname()[1]
         return Report(proa_version(), prepared.plan, prepared.declared.spec, self._asked, None, url, port)
 
     def _show_report(self, report: Report) -> None:

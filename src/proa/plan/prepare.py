@@ -67,41 +67,44 @@ def prepare(
     opened: Opened | None = None,
     machine: Machine | None = None,
     kernels: Kernels | None = None,
+    when_measured: Callable[[], None] | None = None,
 ) -> Prepared:
     """Find the model, or fetch it with calls of `progress`, and make its plan. `measure` takes about 0.3 s. opened: the
     model, from open_if_here; None: it is located first. machine: for a plan for another machine; None: this one.
-    kernels: the native kernels of that machine; None: the best of this one.
+    kernels: the native kernels of that machine; None: the best of this one. when_measured: called when RAM has been
+    measured, which needs idle CPUs: an engine's process may begin.
 
     A model on the hub is planned from its headers before its weights are fetched: one that does not fit is refused.
     Raises ModelError, HubError, UsageError, ResourceError.
     """
     asked = options or EngineOptions()
 
-    def settle(found: Opened) -> Prepared:
-        return _settle(model, found, asked, measure, machine, kernels)
-
     def judge(preview: Path, load_format: str) -> None:
-        settle(open_model(preview, load_format, asked.model))
+        preview_opened = open_model(preview, load_format, asked.model)
+        _settle(model, preview_opened, asked, _host(asked, measure, machine, kernels))
 
     if opened is None:
         dummy = asked.model.load_format == "dummy"
         path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
         opened = open_model(path, asked.model.load_format, asked.model)
-    return settle(opened)
+    host = _host(asked, measure, machine, kernels)
+    if when_measured is not None:
+        when_measured()
+    return _settle(model, opened, asked, host)
 
 
-def _settle(
-    model: str, opened: Opened, asked: EngineOptions, measure: Measure, machine: Machine | None,
-    kernels: Kernels | None,
-) -> Prepared:  # fmt: skip
-    checkpoint, declared = opened.checkpoint, opened.declared
+def _host(asked: EngineOptions, measure: Measure, machine: Machine | None, kernels: Kernels | None) -> Host:
     machine = machine or probe()
     kernels = kernels or Kernels(*wished_isa())  # first: it raises if the library is broken, which measuring needs
-    host = Host(machine, measure(asked.machine, machine), kernels.isa, kernels.reason)
+    return Host(machine, measure(asked.machine, machine), kernels.isa, kernels.reason)
+
+
+def _settle(model: str, opened: Opened, asked: EngineOptions, host: Host) -> Prepared:
+    checkpoint, declared = opened.checkpoint, opened.declared
     gpus = asked.gpus
     counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
     if gpus.save_expert_counts is not None:
         file = Path(gpus.save_expert_counts).absolute()  # the engine's process writes it
         check_writable(file)
         asked = replace(asked, gpus=replace(gpus, save_expert_counts=str(file)))
-    return Prepared(resolve(asked, model, checkpoint, declared, host, counts), checkpoint, declared, machine)
+    return Prepared(resolve(asked, model, checkpoint, declared, host, counts), checkpoint, declared, host.machine)

@@ -27,7 +27,6 @@ BODY_WINDOW_S = 5.0
 BODY_BYTES_PER_S = 1024
 RESERVED_DESCRIPTORS = 128  # for the engine's pipes, files, log, accepted sockets that are about to be closed
 MAX_CONNECTIONS = 10_000  # each takes some 20 KB
-LISTEN_BACKLOG = 2048  # connections that the kernel completes before they are accepted
 ACCEPT_BATCH = 16  # accepted per iteration of the event loop, so that open requests advance in between
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -25,18 +24,18 @@ import uvicorn
 
 from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
-from proa.errors import EngineDead, ProaError, ResourceError, UsageError
+from proa.errors import EngineDead, ProaError
 from proa.llm import AsyncLLM
 from proa.server.access import tls_context
 from proa.server.app import build_app
 from proa.server.connections import (
     ACCEPT_BATCH,
     HEAD_S,
-    LISTEN_BACKLOG,
     Connection,
     OpenConnections,
     raise_descriptor_limit,
 )
+from proa.server.listen import LISTEN_BACKLOG, url_of
 from proa.server.precheck import Precheck
 from proa.server.service import Service
 from proa.server.welcome import welcome
@@ -61,45 +60,6 @@ class Shutdown:
 
     def request(self) -> None:
         (self.immediate if self.requested.is_set() else self.requested).set()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket; port 0 picks a free port. Raises ResourceError if the port is in use or reserved,
-    UsageError if the address does not belong to this machine."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise UsageError(
-            f"--host {host!r} cannot be resolved to an address: {error.strerror}.", "Use --host 127.0.0.1."
-        ) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(error, host, port) from error
-    return listener
-
-
-def _bind_error(error: OSError, host: str, port: int) -> ProaError:
-    if error.errno == errno.EADDRINUSE:
-        return ResourceError(
-            f"Port {port} on {host} is in use by another program.",
-            f"Choose another with --port {port + 1 if port < 65535 else 8000}, let the system choose with --port 0, "
-            f"or find that program: ss -ltnp 'sport = :{port}'.",
-        )
-    if error.errno == errno.EACCES:
-        return ResourceError(f"Port {port} is reserved for root.", "Choose a port above 1023 with --port.")
-    return UsageError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another address with --host.")
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """Return the URL for clients on this machine: the loopback address if the socket listens on all addresses."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve_on(

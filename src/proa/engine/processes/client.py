@@ -1,17 +1,14 @@
-"""The frontend's side of an engine process: spawning it, its messages, its exit code. Never: HTTP."""
+"""The frontend's side of an engine process: its messages, its exit code. Never: HTTP, spawning it (process.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-import socket
-import sys
 from collections.abc import AsyncGenerator
 
 import msgspec
 
-from proa.config.env import child_environ
 from proa.engine.ipc import (
     Abort,
     Failed,
@@ -27,6 +24,7 @@ from proa.engine.ipc import (
 )
 from proa.engine.processes.aside import Aside
 from proa.engine.processes.handle import EngineState
+from proa.engine.processes.process import EngineProcess
 from proa.engine.processes.wire import FrontendEnd
 from proa.engine.stats import Stats
 from proa.errors import EngineDead, ProaError, error_from_wire
@@ -41,7 +39,7 @@ LAST_MESSAGE_SECONDS = 0.5  # wait after the process exits: its Failed message m
 class EngineClient:
     """An EngineHandle whose engine is a child process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, own_thread: bool = False) -> None:
+    def __init__(self, process: EngineProcess, end: FrontendEnd, own_thread: bool = False) -> None:
         self.state: EngineState = "loading"
         self.loading: Loading | None = None
         self.failure: ProaError | None = None
@@ -57,25 +55,20 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def launch(cls, plan: Plan, *, own_thread: bool = False) -> EngineClient:
-        """Start the process and return without waiting for the model. own_thread: the event loop's thread belongs to
-        this client alone, so its CPU affinity may be changed while requests run (see Aside)."""
-        mine, its = socket.socketpair()
-        _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
+    async def launch(
+        cls, plan: Plan, *, own_thread: bool = False, process: EngineProcess | None = None
+    ) -> EngineClient:  # fmt: skip
+        """Send the plan to `process`, by default a new one, and return without waiting for the model.
+
+        process: this client's from now on; if it has ended already, the state becomes "failed". own_thread: the event
+        loop's thread belongs to this client alone, so its CPU affinity may be changed while requests run (see Aside).
+        """
+        process = process or EngineProcess()
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "proa.engine.processes.worker", str(its.fileno())),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env=child_environ(),
-                pass_fds=(its.fileno(),),
-            )
+            _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=process.socket)
         except BaseException:
-            end.close()
+            process.end()
             raise
-        finally:
-            its.close()
         client = cls(process, end, own_thread)
         client._send(Start(plan))
         return client
@@ -115,6 +108,8 @@ class EngineClient:
         self._send(vocabulary)
 
     async def close(self) -> None:
+        if self.state == "loading":
+            self._process.close_stdin()  # ends it at once: there is nothing to finish
         if self.state != "stopped":
             self._stop("stopped", EngineDead("The engine was stopped."), finish=True)
             if self._process.returncode is None:
@@ -126,8 +121,7 @@ class EngineClient:
                     await self._process.wait()
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.close_stdin()
         self._end.close()
 
     def _send(self, message: ToEngine) -> None:

@@ -24,7 +24,8 @@ WINDOW_S = 600.0
 
 
 class RestartingEngine:
-    """An EngineHandle over `launch`: when the loaded engine dies, its requests fail and its plan is started again.
+    """An EngineHandle over `first` and the engines that `launch` starts: when the loaded one dies, its requests fail
+    and its plan is started again.
 
     An engine that has never been ready is not restarted, because the same plan would fail again. After MOST_RESTARTS
     within WINDOW_S the state is "failed", and `failure` is an EngineDead.
@@ -39,11 +40,6 @@ class RestartingEngine:
         self._restarted_s: deque[float] = deque(maxlen=MOST_RESTARTS)
         self._vocabulary: Vocabulary | None = None
         self._watching = asyncio.create_task(self._watch())
-
-    @classmethod
-    async def launch(cls, launch: Callable[[], Awaitable[EngineHandle]]) -> RestartingEngine:
-        """Start the first engine; return while it loads."""
-        return cls(await launch(), launch)
 
     @property
     def state(self) -> EngineState:

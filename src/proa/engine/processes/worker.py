@@ -1,160 +1,30 @@
-"""The engine process: `python -m proa.engine.processes.worker SOCKET`. Belongs here: the message loop. Never: maths.
+"""The engine process: `python -m proa.engine.processes.worker SOCKET`. Belongs here: what must happen before torch is
+imported. Never: messages other than that it could not be.
 
 The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for any reason,
 the process ends at once, so no engine outlives its frontend. SOCKET is the file descriptor of an inherited socket.
+
+The process begins before there is a plan (early.py), and imports torch meanwhile. So nothing that torch reads when it
+is imported may depend on the plan: its environment is config/env.py's, and numbers of threads are set afterwards.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import logging
 import os
 import socket
 import sys
 import threading
+from types import ModuleType
 
-import msgspec
-import torch
-
-from proa.engine.building.load import load_engine
-from proa.engine.building.timeline import Timeline
-from proa.engine.engine import Engine
-from proa.engine.executors.clock import Stage
-from proa.engine.ipc import (
-    PROTOCOL,
-    Abort,
-    Failed,
-    FromEngine,
-    Refused,
-    Shutdown,
-    Start,
-    Submit,
-    ToEngine,
-    Tokens,
-)
-from proa.engine.processes.admission import Admission
-from proa.engine.processes.wire import SIZE_BYTES, EngineEnd
-from proa.errors import EngineDead, ProaError
-from proa.grammar.store import GrammarStore
-from proa.grammar.vocabulary import Vocabulary
-from proa.native.pool import Pool
+from proa.engine.ipc import Failed
+from proa.engine.processes.channel import Channel
+from proa.engine.processes.wire import EngineEnd
 
 log = logging.getLogger(__name__)
-
-# An idle engine waits for a message at most this long before it polls again.
-IDLE_POLL_MS = 10_000
-COMPILING_POLL_MS = 1  # while a grammar is compiled that an idle engine waits for
-
-
-class Channel:
-    """Encodes and decodes messages over EngineEnd. Raises EOFError when the frontend has closed its end."""
-
-    def __init__(self, end: EngineEnd) -> None:
-        self._end = end
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._frame = bytearray()
-
-    def send(self, message: FromEngine) -> None:
-        self._encoder.encode_into(message, self._frame, SIZE_BYTES)
-        self._end.send(self._frame)
-
-    def send_by(self, pool: Pool) -> None:
-        """See EngineEnd."""
-        self._end.send_by(pool)
-
-    def wait(self, timeout_ms: int) -> bool:
-        return self._end.wait(timeout_ms)
-
-    def receive(self) -> ToEngine:
-        message: ToEngine = self._decoder.decode(self._end.receive())
-        return message
-
-    def close(self) -> None:
-        self._end.close()
-
-
-def run(channel: Channel) -> int:
-    """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
-    timeline = Timeline()
-    timeline.mark("imports")
-    grammars = GrammarStore(os.sched_getaffinity(0))  # before the engine's thread is bound to one CPU
-    start = channel.receive()
-    if not isinstance(start, Start) or start.protocol != PROTOCOL:
-        channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
-        return 1
-    loaded = False
-    try:
-        engine, ready = load_engine(start.plan, channel.send, timeline)
-        loaded = True
-        if engine.helpers is not None:
-            channel.send_by(engine.helpers)
-        channel.send(ready)
-        serve(Admission(engine, grammars), engine, channel)
-    except ProaError as error:
-        failure = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
-        if loaded:
-            log.error("%s", failure)
-        channel.send(Failed(type(failure).__name__, failure.message, failure.remedy))
-        return failure.exit_code
-    except torch.OutOfMemoryError as error:
-        log.exception("The GPU ran out of memory.")
-        channel.send(Failed("ResourceError", f"The GPU ran out of memory: {error}", "Lower --vram or --context."))
-        return 4
-    except MemoryError:
-        channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
-        return 4
-    except EOFError:
-        raise
-    except Exception as error:  # any error at all: the frontend must be told the cause before this process ends
-        log.exception("The engine failed.")
-        channel.send(Failed("EngineDead", f"The engine failed: {type(error).__name__}: {error}"))
-        return 1
-    return 0
-
-
-def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
-    """Handle all pending messages, then run one step; repeat until Shutdown."""
-    channel.send(engine.stats())
-    while True:
-        if not engine.has_work:
-            channel.wait(COMPILING_POLL_MS if admission.holds else IDLE_POLL_MS)
-            engine.clock.start()
-        while channel.wait(0):
-            message = channel.receive()
-            if isinstance(message, Shutdown):
-                engine.settle()
-                return
-            handle(admission, engine, channel, message)
-        if admission.holds:
-            for request_id, error in admission.release():
-                channel.send(refusal(request_id, error))
-        if engine.has_work:
-            events = engine.step()
-            channel.send(Tokens(events, engine.stats()))
-            engine.clock.lap(Stage.PUBLISH)
-            if not engine.has_work:
-                engine.scheduler.check()
-
-
-def handle(admission: Admission, engine: Engine, channel: Channel, message: ToEngine) -> None:
-    match message:
-        case Submit(request):
-            try:
-                admission.submit(request)
-            except ProaError as error:
-                channel.send(refusal(request.id, error))
-        case Abort(ids):
-            for request_id in ids:
-                admission.abort(request_id)
-            channel.send(engine.stats())
-        case Vocabulary():
-            admission.grammars.learn(message)
-        case _:
-            raise ValueError(f"unexpected message {message!r}")
-
-
-def refusal(request_id: str, error: ProaError) -> Refused:
-    return Refused(request_id, type(error).__name__, error.message, error.remedy, error.param)
 
 
 def exit_with_frontend() -> None:
@@ -168,15 +38,45 @@ def exit_with_frontend() -> None:
     threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
 
 
+def message_loop() -> ModuleType:
+    """Import the message loop, and with it torch and the engine.
+
+    What is imported lives as long as the process. Collections of garbage during the import, and every later one, would
+    look at all of it: a tenth of the time that the import takes.
+    """
+    gc.disable()
+    loop = importlib.import_module("proa.engine.processes.loop")
+    gc.freeze()
+    gc.enable()
+    return loop
+
+
 def main() -> None:
+    code = 1
+    # Registered first, so called last: what would follow takes torch's modules apart, for 0.2 s.
+    atexit.register(lambda: _end(code))
     exit_with_frontend()
     channel = Channel(EngineEnd(socket.socket(fileno=int(sys.argv[1]))))
     try:
-        code = run(channel)
+        try:
+            loop = message_loop()
+        except Exception as error:  # any error at all: the frontend must be told why there is no engine
+            log.exception("The engine cannot be imported.")
+            channel.receive()  # until the frontend has a plan, and so listens
+            channel.send(Failed("EngineDead", f"The engine cannot be imported: {type(error).__name__}: {error}"))
+            code = 1
+        else:
+            code = loop.run(channel)
     except EOFError:
         code = 0  # the frontend has ended
     channel.close()
     sys.exit(code)
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
