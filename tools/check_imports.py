@@ -19,7 +19,7 @@ CALLERS = ("tests", "tools", "benchmarks")
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
-    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "beam", "llm", "blocking", "server",
+    "layers", "cache", "grammar", "sampling", "plan", "engine", "check", "text", "parsers", "beam", "llm", "blocking", "server",
     "bench", "cli",
 )  # fmt: skip
 

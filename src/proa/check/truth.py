@@ -30,6 +30,11 @@ class Truth:
         parts = [self._part(source) for source in self._sources.of(name)]
         return torch.cat(parts).reshape(self._shapes[name])
 
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Rows [first, first + count) of a parameter that is one tensor's rows, such as the embedding."""
+        (source,) = self._sources.of(name)
+        return self._part(source.part(range(first, first + count), None))
+
     def tensors_of(self, name: str) -> str:
         """The names of the checkpoint's tensors that hold the parameter, for messages."""
         return ", ".join(dict.fromkeys(source.tensor for source in self._sources.of(name)))

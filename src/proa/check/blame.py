@@ -1,0 +1,83 @@
+"""Finds the experts that explain a wrong output of a mixture of experts. Never: computing experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+_EXPLAINED = 0.2  # of a row's error is left, if contributions that are missing or counted twice explain it
+_GUILTY = 0.5  # a contribution's share of the error from which on it counts
+_ALIKE = 0.2  # of an expert's error, in proportion to its output, in one row: what it has at least in every other
+_MOSTLY = 0.5  # of all experts: from here on a list of ids says less than "all"
+_TINY = 1e-30
+_NAMED = 8
+
+
+def name_experts(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
+    """Name what explains the errors of the bad rows.
+
+    error [T, H]: path - reference; parts [T, k, H]: the reference's weighted outputs of the chosen experts; shared
+    [T, H]: that of the shared expert; ids [T, k]; bad [T].
+    """
+    if bool(error[bad].isfinite().all()) and (found := _by_contribution(error, parts, shared, ids, bad)):
+        return found
+    return _by_choice(error, parts, ids, bad, has_shared=shared is not None)
+
+
+def _by_contribution(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
+    """Experts whose contributions are missing, or counted more than once, if this explains all bad rows; else ""."""
+    guilty: Counter[str] = Counter()
+    signs: set[bool] = set()
+    for row in bad.nonzero().flatten().tolist():
+        columns = [*parts[row], *([] if shared is None else [shared[row]])]
+        names = [f"expert {e}" for e in ids[row].tolist()] + ["the shared expert"]
+        matrix = torch.stack(columns, 1).double()
+        if matrix.shape[0] < 2 * matrix.shape[1]:
+            return ""
+        share = torch.linalg.lstsq(matrix, error[row, :, None].double()).solution
+        left = (error[row].double() - (matrix @ share)[:, 0]).norm()
+        if left > _EXPLAINED * error[row].double().norm():
+            return ""
+        for name, value in zip(names, share[:, 0].tolist(), strict=False):
+            if abs(value) > _GUILTY:
+                guilty[name] += 1
+                signs.add(value < 0)
+    if not guilty:
+        return ""
+    how = "missing from the sum" if signs == {True} else "counted too often" if signs == {False} else "summed wrongly"
+    return f"{_listed(sorted(guilty, key=_number))}: {how}"
+
+
+def _number(name: str) -> int:
+    return int(name.split()[-1]) if name[-1].isdigit() else 1 << 30
+
+
+def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, bad: Tensor, *, has_shared: bool) -> str:
+    """The fewest experts that explain all bad rows, found greedily. A wrong expert is about equally wrong in all rows
+    that chose it, in proportion to its output there, so one that is right in some row is right."""
+    off = error.float().norm(dim=1, keepdim=True) / (parts.norm(dim=2) + _TINY)  # [T, k]
+    off = off.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    least: dict[int, float] = {}
+    for expert, value in zip(ids.flatten().tolist(), off.flatten().tolist(), strict=True):
+        least[expert] = min(least.get(expert, torch.inf), value)
+    left = [
+        {e for e, value in zip(chosen, values, strict=True) if least[e] >= _ALIKE * value}
+        for chosen, values in zip(ids[bad].tolist(), off[bad].tolist(), strict=True)
+    ]
+    explained = [row for row in left if row]
+    found: list[int] = []
+    rest = explained
+    while rest:
+        counts = Counter(expert for row in rest for expert in row)
+        found.append(min(counts, key=lambda expert: (-counts[expert], expert)))
+        rest = [row for row in rest if found[-1] not in row]
+    if len(explained) < _MOSTLY * len(left) or (len(found) > 1 and len(found) >= _MOSTLY * len(least)):
+        return "all experts" + (", or the shared one" if has_shared else "")
+    return _listed([f"expert {expert}" for expert in sorted(found)])
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

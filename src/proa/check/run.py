@@ -1,0 +1,187 @@
+"""`proa check`: opens a model, samples its layers, runs every path and compares each with the reference. Never:
+printing, options.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import torch
+
+from proa.check.compare import Comparison
+from proa.check.drive import Texts, texts
+from proa.check.observe import observe
+from proa.check.paths import ISAS, Facts, NoPath, Path, paths
+from proa.check.sample import SAMPLE_BYTES, Sample, sample
+from proa.check.truth import Truth
+from proa.check.verdict import Observed
+from proa.config.options import EngineOptions, MachineOptions
+from proa.errors import ModelError, ProaError, ResourceError, UsageError
+from proa.hub.locate import locate
+from proa.machine.load import Load
+from proa.machine.machine import Machine
+from proa.machine.rates import RamRate
+from proa.models.spec import Model
+from proa.native.pool import select_isa
+from proa.plan.opened import Opened, open_model
+from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
+
+LIMIT_S = 120.0  # of the whole check
+_PATHS_SHARE = 0.6  # of the limit, after which no further path is begun
+CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
+MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; more than BATCH_TOKENS, so that it is computed in chunks
+_EXPERT_PARAMS = 3e9  # of the experts that the reference computes in one layer
+_RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
+
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A path that could not be run, although the machine has it."""
+
+    name: str
+    why: str
+
+
+@dataclass
+class Report:
+    """observed: the paths that were compared. skipped: those that cannot be checked here. failed: those that raised.
+    left: layers that the time limit left out."""
+
+    model: str
+    layers: tuple[int, ...]
+    of_layers: int
+    seed: int
+    observed: list[Observed] = field(default_factory=list)
+    skipped: list[NoPath] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """True if at least one path was compared, and all that were agree with the reference."""
+        wrong = any(path.problems for path in self.observed) or bool(self.failed)
+        return bool(self.observed) and not wrong and len(self.left) < len(self.layers)
+
+
+def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: int = SAMPLE_BYTES) -> Report:
+    """Check a model. most_bytes: of the sampled layers. Raises ProaError if it cannot be opened or read, a WeightsError
+    that names the tensor if a file is damaged."""
+    begin = time.perf_counter()
+    asked = _for_check(asked)
+    chosen = sample(_opened(model, asked, show), seed, most_bytes)
+    report = Report(model, chosen.layers, chosen.of, seed)
+    spec = chosen.opened.declared.spec
+    found = paths(asked, spec, _facts(model, asked, chosen))
+    prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
+    for number, path in enumerate(found):
+        show("running paths", number, len(found))
+        if isinstance(path, NoPath):
+            report.skipped.append(path)
+        elif report.observed and time.perf_counter() - begin > _PATHS_SHARE * LIMIT_S:
+            report.skipped.append(NoPath(path.name, f"the time limit of {LIMIT_S:.0f} s"))
+        else:
+            _observe(report, model, path, chosen, prompts)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if report.observed:
+        _compare(report, chosen, begin + LIMIT_S, show)
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _for_check(asked: EngineOptions) -> EngineOptions:
+    """The options with small steps and contexts. Workers are not bound, since paths follow each other in one thread."""
+    if asked.model.load_format == "dummy":
+        raise UsageError("proa check compares with the checkpoint's weights, but --load-format dummy has none.",
+                         "Leave it out.", param="load_format")  # fmt: skip
+    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
+    cache = replace(asked.cache, context=CONTEXT_TOKENS, kv_memory=None, kv_dtype="auto", prefix_cache=True)
+    machine = replace(asked.machine, cpu_binding="none")
+    return replace(asked, scheduler=scheduler, cache=cache, machine=machine)
+
+
+def _opened(model: str, asked: EngineOptions, show: Show) -> Opened:
+    path = locate(model, asked.model.revision, show)
+    return open_model(path, asked.model.load_format, asked.model)
+
+
+def _unmeasured(asked: MachineOptions, machine: Machine) -> RamRate:
+    return RamRate(bytes_per_s=_RAM_BYTES_PER_S, threads=1, pages=(), load=Load(None, 1))
+
+
+def _plan(model: str, asked: EngineOptions, chosen: Sample) -> Plan:
+    return prepare(model, asked, measure=_unmeasured, opened=chosen.opened).plan
+
+
+def _facts(model: str, asked: EngineOptions, chosen: Sample) -> Facts:
+    plan = _plan(model, asked, chosen)
+    row = next(decision for decision in plan.decisions if decision.name == "GPU")
+    gpu = "" if plan.gpu is None else "GPU" if not plan.gpu.simulated else "simulated GPU"
+    return Facts(tuple(isa for isa in ISAS if _runs(isa)), gpu, row.why, plan.dtype)
+
+
+def _runs(isa: str) -> bool:
+    try:
+        select_isa(isa)
+    except ValueError:
+        return False
+    return True
+
+
+def _prompt_tokens(spec: Model) -> int:
+    """Fewer for large experts: the reference computes each expert that is chosen."""
+    each = max((moe.top_k * moe.expert.hidden * moe.width * 3 for moe in spec.routed.values()), default=1)
+    return max(LEAST_TOKENS, min(MOST_TOKENS, int(_EXPERT_PARAMS / each)))
+
+
+def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts) -> None:
+    try:
+        plan = _plan(model, path.options, chosen)
+    except (ResourceError, UsageError) as error:
+        report.skipped.append(NoPath(path.name, error.message))
+        return
+    if path.isa:
+        plan = msgspec.structs.replace(plan, isa=path.isa)
+    if path.moving and (plan.gpu is None or not plan.gpu.spare):
+        report.skipped.append(NoPath(path.name, "the plan leaves no room in VRAM for experts that move"))
+        return
+    try:
+        found = observe(path.name, plan, chosen, prompts, moving=path.moving)
+    except ModelError:
+        raise  # of the checkpoint, not of the path
+    except ProaError as error:
+        report.failed.append(Failed(path.name, error.message))
+        return
+    if isinstance(found, str):
+        report.skipped.append(NoPath(path.name, found))
+    else:
+        report.observed.append(found)
+
+
+def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
+    declared = chosen.opened.declared
+    truth = Truth(chosen.opened.checkpoint, declared)
+    dtype = torch.float16 if report.observed[0].dtype is torch.float16 else torch.bfloat16
+    comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed)
+    for number, layer in enumerate(chosen.layers):
+        show("comparing layers", number, len(chosen.layers))
+        if time.perf_counter() > end_s:
+            report.left.append(layer)
+        else:
+            comparison.block(number)
+    if not report.left:
+        comparison.head()
+
+
+def layers_text(layers: Sequence[int], of: int) -> str:
+    """"all 48 layers", or "5 of 61 layers: 0, 3, 17, 42, 60"."""
+    if len(layers) == of:
+        return f"all {of} layers"
+    return f"{len(layers)} of {of} layers: {', '.join(map(str, layers))}"
