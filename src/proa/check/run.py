@@ -4,9 +4,10 @@ printing, options.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -36,6 +37,7 @@ _PATHS_SHARE = 0.6  # of the limit, after which no further path is begun
 CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
 MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; more than BATCH_TOKENS, so that it is computed in chunks
 _EXPERT_PARAMS = 3e9  # of the experts that the reference computes in one layer
+_WIDE = 1024  # hidden size from which on the reference uses several threads
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
 
 Show = Callable[[str, int, int], None]
@@ -89,7 +91,8 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
             report.skipped.append(NoPath(path.name, f"the time limit of {LIMIT_S:.0f} s"))
         else:
             _observe(report, model, path, chosen, prompts)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # Threads wait for each other at every op, which takes longer than small ops.
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if spec.hidden >= _WIDE else 1)
     if report.observed:
         _compare(report, chosen, begin + LIMIT_S, show)
     report.seconds = time.perf_counter() - begin
@@ -159,6 +162,8 @@ def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Te
     except ProaError as error:
         report.failed.append(Failed(path.name, error.message))
         return
+    finally:
+        gc.collect()  # weights, and workers that poll a doorbell, end with the path's objects
     if isinstance(found, str):
         report.skipped.append(NoPath(path.name, found))
     else:
@@ -178,10 +183,3 @@ def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
             comparison.block(number)
     if not report.left:
         comparison.head()
-
-
-def layers_text(layers: Sequence[int], of: int) -> str:
-    """"all 48 layers", or "5 of 61 layers: 0, 3, 17, 42, 60"."""
-    if len(layers) == of:
-        return f"all {of} layers"
-    return f"{len(layers)} of {of} layers: {', '.join(map(str, layers))}"
