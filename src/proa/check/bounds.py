@@ -3,7 +3,8 @@
 A path rounds to its activations' type at some points of an op, and sums in float32. The same op in plain torch in that
 type rounds at least as often (decision 052). Rounding errors are independent and have mean 0, so their variance adds:
 the path's mean square error is at most that of plain torch. Both errors are measured against float32 with the same
-inputs, and compared in units of plain torch's error in each column, so that columns of large values do not hide others.
+inputs, and compared in units of plain torch's error in the same column, so that columns of large values do not hide
+others, and in the same row.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def row_errors(got: Tensor, exact: Tensor, rough: Tensor) -> Tensor:
 
     got, exact, rough: [T, N], of the path, of float32, and of plain torch in the type of activations.
     """
-    wide, usual = exact.float(), _column_errors(exact, rough)
-    errors = ((got.float() - wide).square() / usual).mean(1).sqrt()
+    columns = _column_errors(exact, rough)
+    of_torch = ((rough.float() - exact).square() / columns).mean(1)  # rows with few keys average fewer roundings
+    errors = (((got.float() - exact).square() / columns).mean(1) / of_torch.clamp(min=1.0)).sqrt()
     return errors.masked_fill(~got.float().isfinite().all(1), torch.inf)
 
 

@@ -128,7 +128,8 @@ class Comparison:
     def _chosen(self, run: _Run, reference: BlockReference, number: int) -> list[_Routed]:
         """Compare the router; the experts' inputs on the path, and in the reference's own run with the same ids."""
         path, rule, router = run.path, reference.rule, reference.router
-        assert rule is not None and router is not None
+        assert rule is not None
+        assert router is not None
         normed, ids, weights = (path.rows(place(what, number)) for what in (NORM2, IDS, WEIGHTS))
         ids, sound = ids.long(), finite_rows(normed)
         of = compare_routing(self._both(normed).exact, router, reference.router_bias, rule, ids, weights)

@@ -101,10 +101,8 @@ def _zeros(of: Quantised, zeros: TensorInfo, number: int, count: int, rows: int)
     """Zero points as float32 [rows, groups]."""
     bits = 8 if of.code is Code.UINT8 else 4
     words = _part(zeros, number, count).view(torch.int32)
-    if of.order is Order.ROWS:  # [rows * bits / 32, groups]
-        words = words.view(-(-rows * bits // 32), -1)
-    else:  # [groups, rows * bits / 32]
-        words = words.view(-1, rows * bits // 32).T
+    by_rows = of.order is Order.ROWS  # words [rows * bits / 32, groups], else [groups, rows * bits / 32]
+    words = words.view(-(-rows * bits // 32), -1) if by_rows else words.view(-1, rows * bits // 32).T
     places = _AWQ_FIELDS if of.order is Order.AWQ else range(32 // bits)
     fields = torch.stack([words >> bits * place for place in places], 1).flatten(0, 1)
     return (fields + of.zero_offset & (1 << bits) - 1)[:rows].float()

@@ -61,9 +61,7 @@ class Noted:
     def phases(self) -> list[str | None]:
         """For each row its phase; None: it was computed by another request."""
         prompt = CACHED if self.cached else PROMPT
-        return [
-            None if p < self.cached else prompt if p < self.num_prompt else DECODE for p in range(len(self.tokens))
-        ]
+        return [None if p < self.cached else prompt if p < self.num_prompt else DECODE for p in range(len(self.tokens))]
 
 
 @dataclass
@@ -106,7 +104,8 @@ class NotingRunner(Runner):
             scored = range(first, min(first + SCORED_ROWS, count))
             logits = self.executor.logits_of(flight.step, scored).to("cpu", copy=True)
             head.append([*(self._notes.read(name, len(scored)) for name in (END, FINAL)), logits])
-        return rows | {name: torch.cat(parts) for name, parts in zip((END, FINAL, LOGITS), zip(*head), strict=True)}
+        by_place = zip(*head, strict=True)
+        return rows | {name: torch.cat(parts) for name, parts in zip((END, FINAL, LOGITS), by_place, strict=True)}
 
 
 def places(spec: Model) -> list[str]:

@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proa.check.drive import DECODE
+from proa.check.drive import CACHED, DECODE, PROMPT
 from proa.check.run import Report
-from proa.check.verdict import Observed
 
 _LISTED = 12  # problems of one path
 
 
-def rows(report: Report) -> Iterator[tuple[str, str, str, str]]:
-    """Lines of the table: path, phase, worst difference / bound, answer."""
+COLUMNS = ("path", PROMPT, DECODE, CACHED, "")
+
+
+def rows(report: Report) -> Iterator[tuple[str, ...]]:
+    """Lines of the table: path, worst difference / bound of each phase, answer."""
     for path in report.observed:
-        for phase, worst in path.worst.items():
-            wrong = any(problem.phase == phase for problem in path.problems)
-            yield path.name, _phase(path, phase), f"{worst:.2f}", "no" if wrong else "yes"
+        graphs = "; decode as CUDA graphs" if path.graphs else ""
+        shown = (f"{path.worst[phase]:.2f}" if phase in path.worst else "-" for phase in (PROMPT, DECODE, CACHED))
+        yield f"{path.name}{graphs}", *shown, "no" if path.problems else "yes"
     for failed in report.failed:
-        yield failed.name, "", "", f"no: {failed.why}"
+        yield failed.name, "-", "-", "-", "no"
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Lines about paths that failed or are missing in the table."""
+    for failed in report.failed:
+        yield f"{failed.name} failed: {failed.why}"
+    for path in report.observed:
+        if CACHED not in path.worst:
+            yield f"{path.name}: no prompt reused a cached prefix"
     for skipped in report.skipped:
-        yield skipped.name, "", "", f"not checked: {skipped.why}"
-
-
-def _phase(path: Observed, phase: str) -> str:
-    if not path.graphs:
-        return phase
-    return f"{phase}, CUDA graph" if phase == DECODE else f"{phase}, eager"
+        yield f"not checked: {skipped.name}: {skipped.why}"
 
 
 def problems(report: Report) -> Iterator[str]:
@@ -81,7 +86,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "paths": [
             {
                 "path": path.name,
-                "over_bound": {_phase(path, phase): _number(worst) for phase, worst in path.worst.items()},
+                "decode_graphs": path.graphs,
+                "over_bound": {phase: _number(worst) for phase, worst in path.worst.items()},
                 "problems": [
                     {"layer": p.layer, "op": p.op, "experts": p.detail, "phase": p.phase, "over_bound": _number(p.over),
                      "rows": p.rows}

@@ -28,6 +28,7 @@ from proa.machine.machine import Machine
 from proa.machine.rates import RamRate
 from proa.models.spec import Model
 from proa.native.pool import select_isa
+from proa.obs.progress import CHECKING, COMPARING
 from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
@@ -84,7 +85,7 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
     found = paths(asked, spec, _facts(model, asked, chosen))
     prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
     for number, path in enumerate(found):
-        show("running paths", number, len(found))
+        show(CHECKING, number, len(found))
         if isinstance(path, NoPath):
             report.skipped.append(path)
         elif report.observed and time.perf_counter() - begin > _PATHS_SHARE * LIMIT_S:
@@ -176,7 +177,7 @@ def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
     dtype = torch.float16 if report.observed[0].dtype is torch.float16 else torch.bfloat16
     comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed)
     for number, layer in enumerate(chosen.layers):
-        show("comparing layers", number, len(chosen.layers))
+        show(COMPARING, number, len(chosen.layers))
         if time.perf_counter() > end_s:
             report.left.append(layer)
         else:

@@ -67,16 +67,15 @@ def _print(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from proa.check.report import answer, problems, rows, scope
+    from proa.check.report import COLUMNS, answer, notes, problems, rows, scope
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("path", "phase", "difference / bound", ""):
-        table.add_column(title, justify="right" if "bound" in title else "left", overflow="fold")
+    table = Table(title="worst difference / bound", title_justify="left", title_style="", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("path", "") else "right", overflow="fold")
     for row in rows(report):
         table.add_row(*(Text(cell) for cell in row))
     console = console_out()
     console.print(scope(report), markup=False, soft_wrap=True)
     console.print(table)
-    for line in problems(report):
+    for line in (*notes(report), *problems(report), answer(report)):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(answer(report), markup=False, soft_wrap=True)
