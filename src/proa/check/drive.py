@@ -42,7 +42,8 @@ def texts(vocab: int, longest: int, seed: int) -> Texts:
         return found
 
     first = draw(longest)
-    return Texts(first, first + draw(PREFIX_TAIL_TOKENS), [draw(max(2, longest // 2 - 1)), draw(max(2, longest // 5))])
+    others = [draw(max(2, longest // part - 1)) for part in (2, 3, 5)]
+    return Texts(first, first + draw(PREFIX_TAIL_TOKENS), others)
 
 
 @dataclass
@@ -119,11 +120,13 @@ def places(spec: Model) -> list[str]:
 
 
 def run(scheduler: Scheduler, runner: NotingRunner, vocab: int, of: Texts) -> list[Noted]:
-    """Compute the first prompt alone, then all others together; a few tokens are generated after each. Returns the
-    sequences that gave rows."""
+    """Compute the first prompt alone, then an unrelated one, then all others together; a few tokens are generated after
+    each. Returns the sequences that gave rows."""
     engine = Engine(runner, scheduler, vocab)
+    others = {f"other {i}": tokens for i, tokens in enumerate(of.others)}
     _finish(engine, {"first": of.first})
-    _finish(engine, {"again": of.again} | {f"other {i}": tokens for i, tokens in enumerate(of.others)})
+    _finish(engine, {"other 0": others.pop("other 0")})
+    _finish(engine, {"again": of.again} | others)
     return [found for name in runner.requests if (found := _sequence(runner.requests, name)) is not None]
 
 

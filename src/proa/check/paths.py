@@ -69,9 +69,10 @@ def on_cpu(asked: EngineOptions) -> EngineOptions:
 def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPath]:
     if not facts.gpu:
         return [NoPath("GPU", facts.no_gpu)]
-    name, alone = facts.gpu, replace(asked, gpus=replace(asked.gpus, gpu_experts="all", gpu_resident_layers=None))
+    name = facts.gpu
     if not spec.routed:
-        return [Path(name, alone), _fp8(name, alone, spec)]
+        return [Path(name, asked), _fp8(name, asked, spec)]
+    alone = replace(asked, gpus=replace(asked.gpus, gpu_experts="all", gpu_resident_layers=None))
     half = str(max(1, min(moe.experts for moe in spec.routed.values()) // 2))
     divided = replace(asked.gpus, gpu_experts=half, gpu_resident_layers=None)
     static = replace(asked, gpus=replace(divided, expert_placement="uniform", co_fetch="off"))
@@ -83,7 +84,7 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
         Path(f"{name}, experts in RAM", none),
         Path(f"{name}, experts that move", moving, moving=True),
         _fp8(f"{name}, experts in VRAM and RAM", static, spec),
-        NoPath(f"{name}, experts read over PCIe", "co-fetch depends on measured rates; --co-fetch off is compared"),
+        NoPath(f"{name}, experts read over PCIe", "co-fetch is not compared yet; all other paths have --co-fetch off"),
     ]
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from proa.check.compare import Comparison
-from proa.check.drive import Texts, texts
+from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
 from proa.check.observe import observe
 from proa.check.paths import ISAS, Facts, NoPath, Path, paths
 from proa.check.sample import SAMPLE_BYTES, Sample, sample
@@ -78,10 +78,16 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
     """Check a model. most_bytes: of the sampled layers. Raises ProaError if it cannot be opened or read, a WeightsError
     that names the tensor if a file is damaged."""
     begin = time.perf_counter()
-    asked = _for_check(asked)
+    if asked.model.load_format == "dummy":
+        raise UsageError(
+            "proa check compares with the checkpoint's weights, but --load-format dummy has none.",
+            "Leave it out.",
+            param="load_format",
+        )
     chosen = sample(_opened(model, asked, show), seed, most_bytes)
     report = Report(model, chosen.layers, chosen.of, seed)
     spec = chosen.opened.declared.spec
+    asked = _for_check(asked, spec)
     found = paths(asked, spec, _facts(model, asked, chosen))
     prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
     for number, path in enumerate(found):
@@ -100,13 +106,11 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
     return report
 
 
-def _for_check(asked: EngineOptions) -> EngineOptions:
+def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
     """The options with small steps and contexts. Workers are not bound, since paths follow each other in one thread."""
-    if asked.model.load_format == "dummy":
-        raise UsageError("proa check compares with the checkpoint's weights, but --load-format dummy has none.",
-                         "Leave it out.", param="load_format")  # fmt: skip
+    context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
-    cache = replace(asked.cache, context=CONTEXT_TOKENS, kv_memory=None, kv_dtype="auto", prefix_cache=True)
+    cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
     machine = replace(asked.machine, cpu_binding="none")
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine)
 
@@ -142,7 +146,8 @@ def _runs(isa: str) -> bool:
 def _prompt_tokens(spec: Model) -> int:
     """Fewer for large experts: the reference computes each expert that is chosen."""
     each = max((moe.top_k * moe.expert.hidden * moe.width * 3 for moe in spec.routed.values()), default=1)
-    return max(LEAST_TOKENS, min(MOST_TOKENS, int(_EXPERT_PARAMS / each)))
+    most = min(MOST_TOKENS, spec.max_positions - PREFIX_TAIL_TOKENS - ANSWER_TOKENS)
+    return min(most, max(LEAST_TOKENS, int(_EXPERT_PARAMS / each)))
 
 
 def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts) -> None:
