@@ -10,7 +10,7 @@ from torch import Tensor
 _EXPLAINED = 0.2  # of a row's error is left, if contributions that are missing or counted twice explain it
 _GUILTY = 0.5  # a contribution's share of the error from which on it counts
 _ALIKE = 0.2  # of an expert's error, in proportion to its output, in one row: what it has at least in every other
-_MOSTLY = 0.5  # of all experts: from here on a list of ids says less than "all"
+_MOSTLY = 0.9  # of rows, or of experts that no row clears: from here on all experts are named
 _TINY = 1e-30
 _NAMED = 8
 
@@ -28,8 +28,8 @@ def name_experts(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tenso
 
 def _by_contribution(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
     """Experts whose contributions are missing, or counted more than once, if this explains all bad rows; else ""."""
-    guilty: Counter[str] = Counter()
-    signs: set[bool] = set()
+    less: set[str] = set()
+    more: set[str] = set()
     for row in bad.nonzero().flatten().tolist():
         columns = [*parts[row], *([] if shared is None else [shared[row]])]
         names = [f"expert {e}" for e in ids[row].tolist()] + ["the shared expert"]
@@ -42,12 +42,12 @@ def _by_contribution(error: Tensor, parts: Tensor, shared: Tensor | None, ids: T
             return ""
         for name, value in zip(names, share[:, 0].tolist(), strict=False):
             if abs(value) > _GUILTY:
-                guilty[name] += 1
-                signs.add(value < 0)
-    if not guilty:
-        return ""
-    how = "missing from the sum" if signs == {True} else "counted too often" if signs == {False} else "summed wrongly"
-    return f"{_listed(sorted(guilty, key=_number))}: {how}"
+                (less if value < 0 else more).add(name)
+    if less and more:
+        return f"{_listed(sorted(less, key=_number))}, computed as {_listed(sorted(more, key=_number))}"
+    if less:
+        return f"{_listed(sorted(less, key=_number))}, missing from the sum"
+    return f"{_listed(sorted(more, key=_number))}, counted too often" if more else ""
 
 
 def _number(name: str) -> int:
@@ -73,7 +73,8 @@ def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, bad: Tensor, *, has_sh
         counts = Counter(expert for row in rest for expert in row)
         found.append(min(counts, key=lambda expert: (-counts[expert], expert)))
         rest = [row for row in rest if found[-1] not in row]
-    if len(explained) < _MOSTLY * len(left) or (len(found) > 1 and len(found) >= _MOSTLY * len(least)):
+    suspects = {expert for row in explained for expert in row}
+    if len(explained) < _MOSTLY * len(left) or (len(found) > 1 and len(suspects) >= _MOSTLY * len(least)):
         return "all experts" + (", or the shared one" if has_shared else "")
     return _listed([f"expert {expert}" for expert in sorted(found)])
 

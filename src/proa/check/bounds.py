@@ -29,10 +29,13 @@ def row_errors(got: Tensor, exact: Tensor, rough: Tensor) -> Tensor:
 
     got, exact, rough: [T, N], of the path, of float32, and of plain torch in the type of activations.
     """
-    columns = _column_errors(exact, rough)
+    finite = (exact.isfinite() & rough.isfinite()).all(1)
+    if not bool(finite.any()):
+        return torch.full((len(exact),), torch.inf)
+    columns = _column_errors(exact[finite], rough[finite])
     of_torch = ((rough.float() - exact).square() / columns).mean(1)  # rows with few keys average fewer roundings
-    errors = (((got.float() - exact).square() / columns).mean(1) / of_torch.clamp(min=1.0)).sqrt()
-    return errors.masked_fill(~got.float().isfinite().all(1), torch.inf)
+    errors: Tensor = (((got.float() - exact).square() / columns).mean(1) / of_torch.clamp(min=1.0)).sqrt()
+    return errors.masked_fill(~finite | ~errors.isfinite(), torch.inf)
 
 
 def _column_errors(exact: Tensor, rough: Tensor) -> Tensor:

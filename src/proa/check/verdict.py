@@ -70,8 +70,9 @@ class Observed:
     ) -> None:  # fmt: skip
         """Compare an op's result [T, N]. sound: bool [T], rows with finite inputs; others are not judged. detail: names
         the experts that explain these wrong rows, bool [T]."""
-        exact, rough = (t.masked_fill(~sound[:, None], 0.0) for t in (exact, rough))
-        errors = row_errors(got, exact, rough)
+        errors = torch.zeros(len(sound))
+        if bool(sound.any()):
+            errors[sound] = row_errors(got[sound], exact[sound], rough[sound])
         self.judge_rows(layer, op, errors, over_bound, errors > SUSPECT, sound, detail)
 
     def judge_rows(
@@ -89,9 +90,8 @@ class Observed:
             worst = float(over.max())
             self.worst[phase] = max(self.worst[phase], worst)
             if worst > 1:
-                bad = mine & suspect
-                why = detail(bad) if detail is not None else ""
-                self.problems.append(Problem(layer, op, phase, worst, int(bad.sum()), why))
+                why = detail(sound & suspect) if detail is not None else ""
+                self.problems.append(Problem(layer, op, phase, worst, int((mine & suspect).sum()), why))
 
 
 def finite_rows(*tensors: Tensor) -> Tensor:
