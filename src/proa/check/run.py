@@ -4,15 +4,16 @@ printing, options.
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import torch
 
+from proa.check.apart import PathFailed, run_apart
 from proa.check.compare import Comparison
 from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
 from proa.check.observe import observe
@@ -158,18 +159,21 @@ def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Te
         return
     if path.isa:
         plan = msgspec.structs.replace(plan, isa=path.isa)
+    if plan.workers is None:
+        plan = msgspec.structs.replace(plan, threads=1)  # a forked process must not start torch's threads
     if path.moving and (plan.gpu is None or not plan.gpu.spare):
         report.skipped.append(NoPath(path.name, "the plan leaves no room in VRAM for experts that move"))
         return
     try:
-        found = observe(path.name, plan, chosen, prompts, moving=path.moving)
+        found = run_apart(partial(observe, path.name, plan, chosen, prompts, moving=path.moving))
     except ModelError:
         raise  # of the checkpoint, not of the path
     except ProaError as error:
         report.failed.append(Failed(path.name, error.message))
         return
-    finally:
-        gc.collect()  # weights, and workers that poll a doorbell, end with the path's objects
+    except PathFailed as error:
+        report.failed.append(Failed(path.name, f"{error}."))
+        return
     if isinstance(found, str):
         report.skipped.append(NoPath(path.name, found))
     else:
