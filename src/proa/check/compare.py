@@ -215,13 +215,16 @@ class Comparison:
             end, final = run.path.rows(END), run.path.rows(FINAL)
             want = normed(self._both(end))
             run.path.judge(None, "final norm", final, want.exact, want.rough, finite_rows(end))
-            rows += [scaled(self._both(final)), scaled(normed(run.hidden))]
+            at = run.path.scored
+            rows += [scaled(self._both(final[at])), scaled(normed(Both(run.hidden.exact[at], run.hidden.rough[at])))]
         logits = self._logits(rows)
         for run, given, whole in zip(self._runs, logits[::2], logits[1::2], strict=True):
-            got, final = run.path.rows(LOGITS), run.path.rows(FINAL)
-            sound = finite_rows(final)
-            run.path.judge(None, "head", got, given.exact, given.rough, sound)
-            run.path.judge(None, "logits of the whole model", got, whole.exact, whole.rough, sound)
+            got = run.path.rows(LOGITS)
+            sound = finite_rows(run.path.rows(FINAL)[run.path.scored])
+            run.path.judge(None, "head", got, given.exact, given.rough, sound, rows=run.path.scored)
+            run.path.judge(
+                None, "logits of the whole model", got, whole.exact, whole.rough, sound, rows=run.path.scored
+            )
             _sampled(run.path, got)
 
     def _logits(self, rows: Sequence[Both]) -> list[Both]:
@@ -234,7 +237,7 @@ class Comparison:
             rough: Callable[[Tensor], Tensor] = lambda t, w=narrow: linear(t, w, None)  # type: ignore[misc] # noqa: E731
             for parts, of in zip(found, rows, strict=True):
                 parts.append(of.map(product, rough))
-        return [Both(torch.cat([p.exact for p in of]), torch.cat([p.rough for p in of])) for of in found]
+        return [Both(torch.cat([p.exact for p in of], 1), torch.cat([p.rough for p in of], 1)) for of in found]
 
 
 def _new(x: Both, ids: Tensor, weights: Both, parts: Tensor) -> _Routed:
@@ -255,11 +258,12 @@ def _of_block(kv: KvStorage, number: int) -> KvStorage:
 
 def _sampled(path: Observed, logits: Tensor) -> None:
     """Compare greedy tokens with the path's own logits."""
-    at = 0
-    over = torch.zeros(len(logits))
+    place_of = {row: at for at, row in enumerate(path.scored.tolist())}
+    over, begin = torch.zeros(len(logits)), 0
     for noted in path.sequences:
         for position, token in noted.sampled.items():
-            row = logits[at + position]
-            over[at + position] = 0.0 if float(row[token]) == float(row.max()) else 2.0
-        at += len(noted.tokens)
-    path.judge_rows(None, "argmax", over, lambda found: found, over > 1, finite_rows(logits))
+            at = place_of[begin + position]
+            over[at] = 0.0 if float(logits[at, token]) == float(logits[at].max()) else 2.0
+        begin += len(noted.tokens)
+    sound = finite_rows(logits)
+    path.judge_rows(None, "argmax", over, lambda found: found, over > 1, sound, rows=path.scored)

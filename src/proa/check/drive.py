@@ -21,6 +21,7 @@ from proa.types import EngineRequest, Sampling
 LOGITS = "logits"
 ANSWER_TOKENS = 5
 PREFIX_TAIL_TOKENS = 9  # of the prompt that begins with another one
+SCORED_BEFORE = 4  # positions of a prompt, before the first that is sampled, whose logits are compared
 PROMPT, DECODE, CACHED = "prompt", "decode", "cached prefix"
 
 
@@ -50,7 +51,7 @@ def texts(vocab: int, longest: int, seed: int) -> Texts:
 class Noted:
     """One request. tokens: those that were computed. rows: by place, [len(tokens), ...]; of a reused prefix the rows of
     the request that computed it. cached: length of that prefix. sampled: by position, the token that was sampled
-    there."""
+    there. scored: the positions whose rows of LOGITS are kept: sampled ones, and some before."""
 
     name: str
     tokens: list[int]
@@ -58,6 +59,7 @@ class Noted:
     cached: int
     rows: dict[str, Tensor]
     sampled: dict[int, int]
+    scored: list[int]
 
     def phases(self) -> list[str | None]:
         """For each row its phase; None: it was computed by another request."""
@@ -155,8 +157,11 @@ def _sequence(requests: dict[str, _Rows], name: str) -> Noted | None:
         if row is None:
             return None
         found.append(row)
-    rows = {key: torch.stack([row[key] for row in found]) for key in found[0]}
-    return Noted(name, tokens, of.request.num_prompt, cached, rows, of.sampled)
+    least = min(of.sampled, default=len(tokens)) - SCORED_BEFORE
+    scored = [p for p in range(len(tokens)) if p in of.sampled or least <= p >= cached]
+    rows = {key: torch.stack([row[key] for row in found]) for key in found[0] if key != LOGITS}
+    rows[LOGITS] = torch.stack([found[position][LOGITS] for position in scored])
+    return Noted(name, tokens, of.request.num_prompt, cached, rows, of.sampled, scored)
 
 
 def _from_another(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 import msgspec
 import torch
@@ -35,10 +36,11 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
 LIMIT_S = 120.0  # of the whole check
-_PATHS_SHARE = 0.6  # of the limit, after which no further path is begun
+_PATHS_SHARE = 0.55  # of the limit, for running paths; the rest is for the reference
 CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
-MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; more than BATCH_TOKENS, so that it is computed in chunks
-_EXPERT_PARAMS = 3e9  # of the experts that the reference computes in one layer
+MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
+_PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
+_FLOP = 4e11  # for each CPU: what the reference may take, in about 30 s
 _WIDE = 1024  # hidden size from which on the reference uses several threads
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
 
@@ -91,14 +93,17 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
     asked = _for_check(asked, spec)
     found = paths(asked, spec, _facts(model, asked, chosen))
     prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
+    longest_s = 0.0
     for number, path in enumerate(found):
         show(CHECKING, number, len(found))
+        start = time.perf_counter()
         if isinstance(path, NoPath):
             report.skipped.append(path)
-        elif report.observed and time.perf_counter() - begin > _PATHS_SHARE * LIMIT_S:
+        elif start + longest_s > begin + _PATHS_SHARE * LIMIT_S:
             report.skipped.append(NoPath(path.name, f"the time limit of {LIMIT_S:.0f} s"))
         else:
             _observe(report, model, path, chosen, prompts)
+            longest_s = max(longest_s, time.perf_counter() - start)
     # Threads wait for each other at every op, which takes longer than small ops.
     torch.set_num_threads(len(os.sched_getaffinity(0)) if spec.hidden >= _WIDE else 1)
     if report.observed:
@@ -145,10 +150,13 @@ def _runs(isa: str) -> bool:
 
 
 def _prompt_tokens(spec: Model) -> int:
-    """Fewer for large experts: the reference computes each expert that is chosen."""
-    each = max((moe.top_k * moe.expert.hidden * moe.width * 3 for moe in spec.routed.values()), default=1)
+    """Fewer for large models: the reference computes each row of each path in two types, twice."""
+    outer = spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    idle = sum((moe.experts - moe.top_k) * sum(prod(shape) for _, shape in moe.expert.params())
+               for moe in spec.routed.values())  # fmt: skip
+    each = _PATHS * _ROWS_PER_TOKEN * 4 * 2 * (spec.num_params - idle - outer)
     most = min(MOST_TOKENS, spec.max_positions - PREFIX_TAIL_TOKENS - ANSWER_TOKENS)
-    return min(most, max(LEAST_TOKENS, int(_EXPERT_PARAMS / each)))
+    return min(most, max(LEAST_TOKENS, int(_FLOP * len(os.sched_getaffinity(0)) / each)))
 
 
 def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts) -> None:
@@ -185,11 +193,14 @@ def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
     truth = Truth(chosen.opened.checkpoint, declared)
     dtype = torch.float16 if report.observed[0].dtype is torch.float16 else torch.bfloat16
     comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed)
+    longest_s = 0.0
     for number, layer in enumerate(chosen.layers):
         show(COMPARING, number, len(chosen.layers))
-        if time.perf_counter() > end_s:
+        start = time.perf_counter()
+        if start + longest_s > end_s:
             report.left.append(layer)
         else:
             comparison.block(number)
+            longest_s = max(longest_s, time.perf_counter() - start)
     if not report.left:
         comparison.head()

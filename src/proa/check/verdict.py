@@ -57,8 +57,17 @@ class Observed:
                 self.worst.setdefault(phase, 0.0)
 
     def rows(self, name: str) -> Tensor:
-        """The rows noted at a place, of all sequences."""
+        """The rows noted at a place, of all sequences. LOGITS: of the `scored` rows alone."""
         return torch.cat([noted.rows[name] for noted in self.sequences])
+
+    @property
+    def scored(self) -> Tensor:
+        """int64 [R]: the rows with logits."""
+        found, begin = [], 0
+        for noted in self.sequences:
+            found += [begin + position for position in noted.scored]
+            begin += len(noted.tokens)
+        return torch.tensor(found)
 
     @property
     def tokens(self) -> Tensor:
@@ -66,23 +75,25 @@ class Observed:
 
     def judge(
         self, layer: int | None, op: str, got: Tensor, exact: Tensor, rough: Tensor, sound: Tensor,
-        detail: Callable[[Tensor], str] | None = None,
+        detail: Callable[[Tensor], str] | None = None, *, rows: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Compare an op's result [T, N]. sound: bool [T], rows with finite inputs; others are not judged. detail: names
-        the experts that explain these wrong rows, bool [T]."""
+        the experts that explain these wrong rows, bool [T]. rows: int64 [T], which of the path's rows these are; None:
+        all of them."""
         errors = torch.zeros(len(sound))
         if bool(sound.any()):
             errors[sound] = row_errors(got[sound], exact[sound], rough[sound])
-        self.judge_rows(layer, op, errors, over_bound, errors > SUSPECT, sound, detail)
+        self.judge_rows(layer, op, errors, over_bound, errors > SUSPECT, sound, detail, rows=rows)
 
     def judge_rows(
         self, layer: int | None, op: str, errors: Tensor, rule: Callable[[Tensor], Tensor], suspect: Tensor,
-        sound: Tensor, detail: Callable[[Tensor], str] | None = None,
+        sound: Tensor, detail: Callable[[Tensor], str] | None = None, *, rows: Tensor | None = None,
     ) -> None:  # fmt: skip
         """errors: of each row, [T]. rule: turns those of a phase into difference / bound. suspect: bool [T], rows that
         count as wrong if the phase is."""
+        phases = self.phases if rows is None else [self.phases[row] for row in rows.tolist()]
         for phase in self.worst:
-            mine = sound & torch.tensor([of == phase for of in self.phases])
+            mine = sound & torch.tensor([of == phase for of in phases])
             if not bool(mine.any()):
                 continue
             over = torch.zeros_like(errors)
