@@ -43,14 +43,14 @@ class _Run:
 
 @dataclass
 class _Routed:
-    """Rows for the routed experts, and their weighted sums so far. weights: of both types. parts: each choice's
-    contribution, float32 [T, k, H]; empty if they are not needed."""
+    """Rows for the routed experts, weights in both types; then their weighted sums, and each choice's contribution,
+    float32 [T, k, H]."""
 
     x: Both
     ids: Tensor
     weights: Both
-    sums: Both
-    parts: Tensor
+    sums: Both | None = None
+    parts: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Comparison:
@@ -149,24 +149,23 @@ class Comparison:
             lambda t: weights_at(linear(t.float(), router.to(self._dtype).float(), bias), ids, rule),
         )
         given = self._both(normed)
-        keep = torch.zeros(*ids.shape, self._spec.hidden)
-        return [_new(given, ids, Both(theirs, theirs), keep), _new(own, ids, ours, torch.empty(0))]
+        return [_Routed(given, ids, Both(theirs, theirs)), _Routed(own, ids, ours)]
 
     def _experts(self, reference: BlockReference) -> None:
-        """Compute every expert that some path chose, on the rows that chose it."""
+        """Compute every expert that some path chose, on all rows that chose it."""
         every = [routed for run in self._runs for routed in run.routed]
-        for number in sorted({e for routed in every for e in routed.ids.flatten().tolist()}):
+        ids = torch.cat([of.ids for of in every])
+        x, weights = (_joined([getattr(of, name) for of in every]) for name in ("x", "weights"))
+        parts = torch.zeros(*ids.shape, self._spec.hidden)
+        sums = torch.zeros_like(x.exact)
+        for number in sorted(set(ids.flatten().tolist())):
             exact, rough = reference.expert(number)
-            for of in every:
-                rows, choice = torch.where(of.ids == number)
-                if not len(rows):
-                    continue
-                weights = of.weights.map(lambda w: w[rows, choice, None], lambda w: w[rows, choice, None])  # noqa: B023
-                mine = weights.exact * exact(of.x.exact[rows])
-                of.sums.exact.index_add_(0, rows, mine)
-                of.sums.rough.index_add_(0, rows, weights.rough * rough(of.x.rough[rows]).float())
-                if len(of.parts):
-                    of.parts[rows, choice] = mine
+            rows, choice = torch.where(ids == number)
+            parts[rows, choice] = weights.exact[rows, choice, None] * exact(x.exact[rows])
+            sums.index_add_(0, rows, weights.rough[rows, choice, None] * rough(x.rough[rows]).float())
+        sizes = [len(of.ids) for of in every]
+        for of, mine, rounded in zip(every, torch.split(parts, sizes), torch.split(sums, sizes), strict=True):
+            of.parts, of.sums = mine, Both(mine.sum(1), rounded)
 
     def _ffn_output(self, run: _Run, reference: BlockReference, number: int) -> None:
         path, layer = run.path, self._layers[number]
@@ -197,6 +196,7 @@ class Comparison:
         run.hidden = reference.added(run.hidden, output)
 
     def _sum(self, reference: BlockReference, routed: _Routed, shared: Both | None) -> Both:
+        assert routed.sums is not None
         sums = Both(routed.sums.exact, routed.sums.rough.to(self._dtype))
         return reference.with_shared(sums, routed.x, shared)
 
@@ -240,8 +240,8 @@ class Comparison:
         return [Both(torch.cat([p.exact for p in of], 1), torch.cat([p.rough for p in of], 1)) for of in found]
 
 
-def _new(x: Both, ids: Tensor, weights: Both, parts: Tensor) -> _Routed:
-    return _Routed(x, ids, weights, Both(torch.zeros_like(x.exact), torch.zeros_like(x.exact)), parts)
+def _joined(of: Sequence[Both]) -> Both:
+    return Both(torch.cat([each.exact for each in of]), torch.cat([each.rough for each in of]))
 
 
 def _none(like: Both) -> Both:

@@ -41,7 +41,7 @@ CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
 MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
 _PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
 _FLOP = 4e11  # for each CPU: what the reference may take, in about 30 s
-_WIDE = 1024  # hidden size from which on the reference uses several threads
+_WIDE, _THREADS = 1024, 16  # hidden size from which on the reference uses several threads; the most
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
 
 Show = Callable[[str, int, int], None]
@@ -104,8 +104,9 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
         else:
             _observe(report, model, path, chosen, prompts)
             longest_s = max(longest_s, time.perf_counter() - start)
-    # Threads wait for each other at every op, which takes longer than small ops.
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if spec.hidden >= _WIDE else 1)
+    # Threads wait for each other at every op: on a busy machine this takes longer than most ops do.
+    cpus = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, min(cpus // 2, _THREADS)) if spec.hidden >= _WIDE else 1)
     if report.observed:
         _compare(report, chosen, begin + LIMIT_S, show)
     report.seconds = time.perf_counter() - begin
