@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import proa.check.compare
+import proa.check.run
 from check_runs import SIM, checked, found
 from proa.check.drive import CACHED, DECODE, PROMPT
+from proa.check.report import answer
 from tiny import TINY, make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
 from tiny_quantised import DECODED, SCHEMES, make_quantised
@@ -61,6 +64,23 @@ def test_sampled_layers(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     assert report.of_layers == 9
     assert {0, 8} <= set(report.layers)
     assert len(report.layers) < 9
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "smollm2"])
+def test_a_head_in_parts(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(proa.check.compare, "_HEAD_ROWS", 100)
+    assert checked(make_tiny(name, tmp_path), monkeypatch, only="CPU, avx2").agrees
+
+
+@pytest.mark.parametrize(
+    ("paths_share", "said"), [(0.0, "no: no path could be checked"), (1e9, "no: there was no time to compare a layer")]
+)
+def test_out_of_time(paths_share: float, said: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(proa.check.run, "LIMIT_S", 1e-6)
+    monkeypatch.setattr(proa.check.run, "_PATHS_SHARE", paths_share)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, avx2")
+    assert not report.agrees
+    assert answer(report).startswith(said)
 
 
 def test_no_mutation_moves_experts(tmp_path: Path, monkeypatch: Patch) -> None:

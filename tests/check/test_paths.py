@@ -26,7 +26,7 @@ def names(facts: Facts, model: str) -> tuple[list[str], dict[str, str]]:
 
 def test_cpu_alone() -> None:
     there, missing = names(FACTS, "qwen3-moe")
-    assert there == ["CPU, avx2", "CPU, scalar", "CPU, avx2, FP8 KV"]
+    assert there == ["CPU, avx2", "CPU, avx2, FP8 KV", "CPU, scalar"]
     assert missing == {
         "GPU": "no GPU was found",
         **{f"CPU, {isa}": "this CPU lacks it" for isa in ("amx", "avx512-bf16", "avx512")},
@@ -35,16 +35,15 @@ def test_cpu_alone() -> None:
 
 def test_a_gpu_has_each_placement_and_kv_type() -> None:
     there, missing = names(replace(FACTS, gpu="GPU"), "qwen3-moe")
-    assert there[:5] == [
-        "GPU, experts in VRAM", "GPU, experts in VRAM and RAM", "GPU, experts in RAM", "GPU, experts that move",
-        "GPU, experts in VRAM and RAM, FP8 KV",
+    assert there == [
+        "GPU, experts in VRAM and RAM", "CPU, avx2", "GPU, experts that move", "GPU, experts in VRAM",
+        "GPU, experts in RAM", "GPU, experts in VRAM and RAM, FP8 KV", "CPU, avx2, FP8 KV", "CPU, scalar",
     ]  # fmt: skip
-    assert there[5:] == ["CPU, avx2", "CPU, scalar", "CPU, avx2, FP8 KV"]
     assert "GPU, experts read over PCIe" in missing
 
 
 def test_models_without_routed_experts_or_without_kv_types() -> None:
-    assert names(replace(FACTS, gpu="GPU"), "llama2")[0][:2] == ["GPU", "GPU, FP8 KV"]
+    assert names(replace(FACTS, gpu="GPU"), "llama2")[0][:3] == ["GPU", "CPU, avx2", "GPU, FP8 KV"]
     there, missing = names(FACTS, "deepseek-v3")
     assert there == ["CPU, avx2", "CPU, scalar"]
     assert missing["CPU, avx2, FP8 KV"] == "its cache is kept in the type of activations"

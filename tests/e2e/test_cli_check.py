@@ -30,7 +30,7 @@ def test_yes(gpu: str, tmp_path: Path) -> None:
     assert lines[0].endswith("all 3 layers, --seed 0")
     assert lines[-1].startswith("yes: ")
     table = [line for line in lines if line.endswith("yes")]
-    assert any(line.lstrip().startswith(("simulated GPU, experts in VRAM", "GPU, experts in VRAM")) for line in table)
+    assert any("GPU, experts in VRAM" in line for line in table)
     assert any(line.startswith("CPU, ") for line in table)
 
 

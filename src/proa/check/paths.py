@@ -46,19 +46,17 @@ class Facts:
 
 
 def paths(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPath]:
-    """All paths, those that are served by default first."""
+    """All paths, the most served ones first, since time may not suffice for all."""
     if facts.dtype != "bfloat16":
         why = f"they compute in bfloat16, not {facts.dtype}: use --dtype bfloat16"
         plain = Path(f"CPU, plain torch in {facts.dtype}", on_cpu(asked))
         return [plain, NoPath("CPU, native kernels", why), NoPath("GPU", why)]
     of_gpu = _on_gpu(asked, spec, facts)
-    of_cpu: list[Path | NoPath] = [
-        Path(f"CPU, {isa}", on_cpu(asked), isa) if isa in facts.isas else NoPath(f"CPU, {isa}", "this CPU lacks it")
-        for isa in ISAS
-    ]
+    of_isas: list[Path | NoPath] = [Path(f"CPU, {isa}", on_cpu(asked), isa) for isa in ISAS if isa in facts.isas]
     best = next(isa for isa in ISAS if isa in facts.isas)
     of_kv = _fp8(f"CPU, {best}", on_cpu(asked), spec, best)
-    return [*of_gpu, *sorted(of_cpu, key=lambda path: isinstance(path, NoPath)), of_kv]
+    lacking = [NoPath(f"CPU, {isa}", "this CPU lacks it") for isa in ISAS if isa not in facts.isas]
+    return [*of_gpu[:1], *of_isas[:1], *of_gpu[1:], of_kv, *of_isas[1:], *lacking]
 
 
 def on_cpu(asked: EngineOptions) -> EngineOptions:
@@ -79,10 +77,10 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
     moving = replace(asked, gpus=replace(divided, expert_placement="dynamic", co_fetch="off"))
     none = replace(asked, gpus=replace(divided, gpu_experts="none", expert_placement="uniform", co_fetch="off"))
     return [
-        Path(f"{name}, experts in VRAM", alone),
         Path(f"{name}, experts in VRAM and RAM", static),
-        Path(f"{name}, experts in RAM", none),
         Path(f"{name}, experts that move", moving, moving=True),
+        Path(f"{name}, experts in VRAM", alone),
+        Path(f"{name}, experts in RAM", none),
         _fp8(f"{name}, experts in VRAM and RAM", static, spec),
         NoPath(f"{name}, experts read over PCIe", "co-fetch is not compared yet; all other paths have --co-fetch off"),
     ]

@@ -36,7 +36,7 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
 LIMIT_S = 120.0  # of the whole check
-_PATHS_SHARE = 0.55  # of the limit, for running paths; the rest is for the reference
+_PATHS_SHARE = 0.6  # of the limit, for running paths; the rest is for the reference
 CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
 MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
 _PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
