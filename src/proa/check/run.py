@@ -114,12 +114,13 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
 
 
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
-    """The options with small steps and contexts. Workers are not bound, since paths follow each other in one thread."""
+    """The options with small steps and contexts, and nothing lossy. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
     machine = replace(asked.machine, cpu_binding="none")
-    return replace(asked, scheduler=scheduler, cache=cache, machine=machine)
+    gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
+    return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
 
 
 def _opened(model: str, asked: EngineOptions, show: Show) -> Opened:
