@@ -78,10 +78,14 @@ def _decoded(raw: Tensor, code: Code) -> Tensor:
         case Code.UINT8:
             return raw.float()
     nibbles = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
-    if code is Code.E2M1:
-        return _E2M1[nibbles.long()]
-    values = nibbles.float()
-    return torch.where(values > 7, values - 16, values) if code is Code.SIGNED4 else values
+    match code:
+        case Code.E2M1:
+            return _E2M1[nibbles.long()]
+        case Code.SIGNED4:
+            return nibbles.float() - 16 * (nibbles > 7)
+        case Code.INT4 | Code.UINT4:
+            return nibbles.float()
+    raise ValueError(f"{code.name} has no reference: add it to check/dequantise.py")
 
 
 def _scales(of: Quantised, number: int, count: int, rows: int) -> Tensor:
