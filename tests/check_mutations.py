@@ -21,6 +21,7 @@ import torch
 import proa.engine.executors.angles
 import proa.engine.executors.eager
 import proa.engine.executors.recorded
+import proa.hybrid.moves
 import proa.weights.coded
 from check_runs import checked, said
 from proa.cache.radix import PrefixCache
@@ -153,7 +154,15 @@ def stale_slot(patch: Patch) -> None:
 
 
 def torn_swap(patch: Patch) -> None:
-    """Of a moved expert only gate and up arrive."""
+    """One expert moves, and only its gate and up arrive."""
+    choose, moved = proa.hybrid.moves.swaps_with_room, []
+
+    def one(*args: Any) -> Any:
+        found = [] if moved else choose(*args)[:1]
+        moved.extend(found)
+        return found
+
+    patch.setattr(proa.hybrid.moves, "swaps_with_room", one)
     for copier in (HostCopier, GpuCopier):
         start = copier.start
         half = lambda self, pairs, start=start: start(self, pairs[: (len(pairs) + 1) // 2])  # noqa: E731

@@ -90,9 +90,12 @@ def experts_case(rows: int = 60, experts: int = 8) -> tuple[Tensor, Tensor, Tens
     return numbers(rows, 3, 64), numbers(rows, 64, seed=3), ids
 
 
-def blame(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor) -> str:
+def blame(
+    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, steps: Tensor | None = None
+) -> str:  # fmt: skip
     error = error + 0.002 * numbers(*error.shape, seed=9)
-    return name_experts(error, parts, shared, ids, ~(error.norm(dim=1) <= 0.1))
+    steps = torch.zeros(len(ids)) if steps is None else steps
+    return name_experts(error, parts, shared, ids, steps, ~(error.norm(dim=1) <= 0.1))
 
 
 def test_a_wrong_expert_is_named() -> None:
@@ -101,6 +104,14 @@ def test_a_wrong_expert_is_named() -> None:
     assert blame(error, parts, shared, ids) == "expert 5"
     error[(ids == 5).any(1)] = math.nan
     assert blame(error, parts, shared, ids) == "expert 5"
+
+
+def test_an_expert_that_became_wrong_is_named() -> None:
+    parts, shared, ids = experts_case()
+    steps = torch.arange(60) // 20
+    wrong = (ids == 5).any(1) & (steps > 0)
+    error = torch.where(wrong[:, None], 0.3 * numbers(60, 64, seed=4), 0.0)
+    assert blame(error, parts, shared, ids, steps) == "expert 5"
 
 
 def test_missing_contributions_are_named() -> None:

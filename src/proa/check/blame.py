@@ -15,15 +15,17 @@ _TINY = 1e-30
 _NAMED = 8
 
 
-def name_experts(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
+def name_experts(
+    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, steps: Tensor, bad: Tensor
+) -> str:  # fmt: skip
     """Name what explains the errors of the bad rows.
 
     error [T, H]: path - reference; parts [T, k, H]: the reference's weighted outputs of the chosen experts; shared
-    [T, H]: that of the shared expert; ids [T, k]; bad [T].
+    [T, H]: that of the shared expert; ids [T, k]; steps int64 [T]: the step that computed the row; bad [T].
     """
     if bool(error[bad].isfinite().all()) and (found := _by_contribution(error, parts, shared, ids, bad)):
         return found
-    return _by_choice(error, parts, ids, bad, has_shared=shared is not None)
+    return _by_choice(error, parts, ids, bad, steps, has_shared=shared is not None)
 
 
 def _by_contribution(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
@@ -54,29 +56,46 @@ def _number(name: str) -> int:
     return int(name.split()[-1]) if name[-1].isdigit() else 1 << 30
 
 
-def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, bad: Tensor, *, has_shared: bool) -> str:
+def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, bad: Tensor, steps: Tensor, *, has_shared: bool) -> str:
     """The fewest experts that explain all bad rows, found greedily. A wrong expert is about equally wrong in all rows
-    that chose it, in proportion to its output there, so one that is right in some row is right."""
+    that chose it, in proportion to its output there, so one that is right in some row is right; if it moved meanwhile,
+    in some row of the same step."""
     off = error.float().norm(dim=1, keepdim=True) / (parts.norm(dim=2) + _TINY)  # [T, k]
     off = off.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    least: dict[int, float] = {}
-    for expert, value in zip(ids.flatten().tolist(), off.flatten().tolist(), strict=True):
-        least[expert] = min(least.get(expert, torch.inf), value)
-    left = [
-        {e for e, value in zip(chosen, values, strict=True) if least[e] >= _ALIKE * value}
-        for chosen, values in zip(ids[bad].tolist(), off[bad].tolist(), strict=True)
+    for times in (torch.zeros_like(steps), steps):
+        left = _suspects(off, ids, bad, times)
+        explained = [row for row in left if row]
+        if len(explained) < _MOSTLY * len(left):
+            continue
+        found, suspects = _fewest(explained), {expert for row in explained for expert in row}
+        if len(found) == 1 or len(suspects) < _MOSTLY * len(set(ids.flatten().tolist())):
+            return _listed([f"expert {expert}" for expert in sorted(found)])
+    return "all experts" + (", or the shared one" if has_shared else "")
+
+
+def _suspects(off: Tensor, ids: Tensor, bad: Tensor, times: Tensor) -> list[set[int]]:
+    """For each bad row, its experts that are nowhere clearly better. times: int64 [T]; rows are compared with those of
+    the same time."""
+    least: dict[tuple[int, int], float] = {}
+    every = list(zip(times.tolist(), ids.tolist(), off.tolist(), strict=True))
+    for time, chosen, values in every:
+        for expert, value in zip(chosen, values, strict=True):
+            least[time, expert] = min(least.get((time, expert), torch.inf), value)
+    return [
+        {e for e, value in zip(chosen, values, strict=True) if least[time, e] >= _ALIKE * value}
+        for (time, chosen, values), wrong in zip(every, bad.tolist(), strict=True)
+        if wrong
     ]
-    explained = [row for row in left if row]
+
+
+def _fewest(rows: list[set[int]]) -> list[int]:
+    """Experts of which each row has one."""
     found: list[int] = []
-    rest = explained
-    while rest:
-        counts = Counter(expert for row in rest for expert in row)
+    while rows:
+        counts = Counter(expert for row in rows for expert in row)
         found.append(min(counts, key=lambda expert: (-counts[expert], expert)))
-        rest = [row for row in rest if found[-1] not in row]
-    suspects = {expert for row in explained for expert in row}
-    if len(explained) < _MOSTLY * len(left) or (len(found) > 1 and len(suspects) >= _MOSTLY * len(least)):
-        return "all experts" + (", or the shared one" if has_shared else "")
-    return _listed([f"expert {expert}" for expert in sorted(found)])
+        rows = [row for row in rows if found[-1] not in row]
+    return found
 
 
 def _listed(names: list[str]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from proa.cache.pool import KvStorage
 from proa.check.blame import name_experts
 from proa.check.blocks import BlockReference, Both
-from proa.check.drive import LOGITS
+from proa.check.drive import LOGITS, STEP
 from proa.check.notes import END, FINAL, IDS, IN, MID, MIXED, NORM1, NORM2, WEIGHTS, place
 from proa.check.routing import compare as compare_routing
 from proa.check.routing import weights_at
@@ -181,7 +181,7 @@ class Comparison:
             of_shared = None if shared is None else reference.with_shared(_none(shared), given.x, shared).exact
             blame = partial(
                 name_experts, got.float() - want.exact, given.parts * factor,
-                None if of_shared is None else of_shared * factor, given.ids,
+                None if of_shared is None else of_shared * factor, given.ids, path.rows(STEP),
             )  # fmt: skip
             path.judge(layer, "experts", got, want.exact, want.rough, sound, blame)
             output = self._sum(reference, own, reference.dense(own.x))

@@ -18,7 +18,7 @@ from proa.models.spec import Model, Moe
 from proa.plan.budget import SCORED_ROWS
 from proa.types import EngineRequest, Sampling
 
-LOGITS = "logits"
+LOGITS, STEP = "logits", "step"  # STEP: number of the step that computed the row
 ANSWER_TOKENS = 5
 PREFIX_TAIL_TOKENS = 9  # of the prompt that begins with another one
 SCORED_BEFORE = 4  # positions of a prompt, before the first that is sampled, whose logits are compared
@@ -83,6 +83,7 @@ class NotingRunner(Runner):
         super().__init__(executor, page_tokens, overlap=False)
         self._notes, self._spec = notes, executor.spec
         self.requests: dict[str, _Rows] = {}
+        self._steps = 0
         self.faults: dict[str, str] = {}
 
     def wait(self, flight: Flight) -> StepOutput:
@@ -102,7 +103,9 @@ class NotingRunner(Runner):
     def _read(self, flight: Flight) -> dict[str, Tensor]:
         """All rows of the step, by place."""
         count, head = flight.plan.num_tokens, []
+        self._steps += 1
         rows = {name: self._notes.read(name, count) for name in places(self._spec)}
+        rows[STEP] = torch.full((count,), self._steps)
         for first in range(0, count, SCORED_ROWS):
             scored = range(first, min(first + SCORED_ROWS, count))
             logits = self.executor.logits_of(flight.step, scored).to("cpu", copy=True)
