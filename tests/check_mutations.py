@@ -127,7 +127,7 @@ def next_expert_in_ram(patch: Patch) -> None:
 
 
 def lost_partial_sum(patch: Patch) -> None:
-    """The CPU's experts of one layer are computed by nobody."""
+    """No device computes the experts of one layer that are in RAM."""
 
     def lost(self: Tables, layer: int, expert: int, number: int) -> None:
         self._set(layer, expert, (0, 0, 0, 0), -1 if layer == LAYER else number, CPU)

@@ -51,7 +51,8 @@ def test_gguf(name: str, quant: str, tmp_path: Path, monkeypatch: Patch) -> None
 def test_plain_torch(dtype: str, tmp_path: Path, monkeypatch: Patch) -> None:
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, dtype=dtype)
     assert report.agrees
-    assert [path.name for path in report.observed] == [f"CPU, plain torch in {dtype}"]
+    plain = f"CPU, plain torch in {dtype}"
+    assert [path.name for path in report.observed] == [plain, f"{plain}, BF16 KV", f"{plain}, FP8 KV"]
     assert {path.name for path in report.skipped} == {"CPU, native kernels", "GPU"}
 
 

@@ -51,7 +51,8 @@ def test_models_without_routed_experts_or_without_kv_types() -> None:
 
 def test_plain_torch_is_the_only_path_of_other_types() -> None:
     there, missing = names(replace(FACTS, dtype="float32", gpu="GPU"), "qwen3-moe")
-    assert there == ["CPU, plain torch in float32"]
+    plain = "CPU, plain torch in float32"
+    assert there == [plain, f"{plain}, BF16 KV", f"{plain}, FP8 KV"]
     assert missing.keys() == {"CPU, native kernels", "GPU"}
 
 

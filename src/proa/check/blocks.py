@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
-from proa.layers.build import build_mixer
+from proa.layers.build import Mixer, build_mixer
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.models.spec import Block, Model, Moe
@@ -67,7 +67,7 @@ class BlockReference:
         elif ffn is not None:
             self._shared = self.mlps("ffn")
 
-    def _mixer(self, dtype: torch.dtype) -> object:
+    def _mixer(self, dtype: torch.dtype) -> Mixer:
         assert self.spec.mixer is not None
         made = build_mixer(self.spec.mixer, self._model, reference(dtype))
         fill(made.parameters(), self._read, f"{self._prefix}.mixer")
@@ -89,7 +89,7 @@ class BlockReference:
 
     @torch.inference_mode()
     def _of_sequences(
-        self, mixer: object, x: Tensor, lengths: Lengths, kv: KvStorage, dtype: torch.dtype
+        self, mixer: Mixer, x: Tensor, lengths: Lengths, kv: KvStorage, dtype: torch.dtype
     ) -> Tensor:  # fmt: skip
         found, begin = [], 0
         alone = replace(self._model, blocks=(Block(self.spec.mixer, None),))
@@ -99,7 +99,7 @@ class BlockReference:
             positions = torch.arange(rows)
             angles = {rope: cos_sin(rope, positions, (positions + 1).clamp(min=prompt)) for rope in alone.ropes}
             step = Step(batch_of([rows], [rows], [range(pages)], _PAGE_TOKENS, [0]), angles, caches)
-            found.append(mixer(x[begin : begin + rows], step, caches[0]))  # type: ignore[operator]
+            found.append(mixer(x[begin : begin + rows], step, caches[0]))
             begin += rows
         return torch.cat(found)
 

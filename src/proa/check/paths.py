@@ -50,11 +50,12 @@ def paths(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPath
     if facts.dtype != "bfloat16":
         why = f"they compute in bfloat16, not {facts.dtype}: use --dtype bfloat16"
         plain = Path(f"CPU, plain torch in {facts.dtype}", on_cpu(asked))
-        return [plain, NoPath("CPU, native kernels", why), NoPath("GPU", why)]
+        others = [_with_kv(plain.name, kind, plain.options, spec) for kind in ("bf16", "fp8")]
+        return [plain, *others, NoPath("CPU, native kernels", why), NoPath("GPU", why)]
     of_gpu = _on_gpu(asked, spec, facts)
     of_isas: list[Path | NoPath] = [Path(f"CPU, {isa}", on_cpu(asked), isa) for isa in ISAS if isa in facts.isas]
     best = next(isa for isa in ISAS if isa in facts.isas)
-    of_kv = _fp8(f"CPU, {best}", on_cpu(asked), spec, best)
+    of_kv = _with_kv(f"CPU, {best}", "fp8", on_cpu(asked), spec, best)
     lacking = [NoPath(f"CPU, {isa}", "this CPU lacks it") for isa in ISAS if isa not in facts.isas]
     return [*of_gpu[:1], *of_isas[:1], *of_gpu[1:], of_kv, *of_isas[1:], *lacking]
 
@@ -69,7 +70,7 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
         return [NoPath("GPU", facts.no_gpu)]
     name = facts.gpu
     if not spec.routed:
-        return [Path(name, asked), _fp8(name, asked, spec)]
+        return [Path(name, asked), _with_kv(name, "fp8", asked, spec)]
     alone = replace(asked, gpus=replace(asked.gpus, gpu_experts="all", gpu_resident_layers=None))
     half = str(max(1, min(moe.experts for moe in spec.routed.values()) // 2))
     divided = replace(asked.gpus, gpu_experts=half, gpu_resident_layers=None)
@@ -81,16 +82,17 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
         Path(f"{name}, experts that move", moving, moving=True),
         Path(f"{name}, experts in VRAM", alone),
         Path(f"{name}, experts in RAM", none),
-        _fp8(f"{name}, experts in VRAM and RAM", static, spec),
+        _with_kv(f"{name}, experts in VRAM and RAM", "fp8", static, spec),
         NoPath(f"{name}, experts read over PCIe", "co-fetch is not compared yet; all other paths have --co-fetch off"),
     ]
 
 
-def _fp8(name: str, options: EngineOptions, spec: Model, isa: str = "") -> Path | NoPath:
-    name = f"{name}, FP8 KV"
+def _with_kv(name: str, kind: str, options: EngineOptions, spec: Model, isa: str = "") -> Path | NoPath:
+    """The path with another type of the KV cache. kind: bf16 or fp8, as --kv-dtype."""
+    name = f"{name}, {kind.upper()} KV"
     kinds = [cache for cache in spec.caches if cache.elems_per_token]
     if not kinds:
         return NoPath(name, "the model keeps no keys and values")
     if not all(cache.has_kv_dtype for cache in kinds):
         return NoPath(name, "its cache is kept in the type of activations")
-    return Path(name, replace(options, cache=replace(options.cache, kv_dtype="fp8")), isa)
+    return Path(name, replace(options, cache=replace(options.cache, kv_dtype=kind)), isa)

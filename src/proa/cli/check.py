@@ -23,7 +23,8 @@ EPILOG = """\
 Each path (instruction set, placement of experts, type of the KV cache, cached prefix) computes the same prompts as
 plain torch in float32 from weights that are read apart from the loader. An op that differs by more than rounding
 explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
-0) or no (exit code 1). docs/check.md explains the table. Stop other engines first: they hold memory."""
+0) or no (exit code 1). Context, KV type, steps and requests at once are set by the check, and --fp8-activations is off.
+docs/check.md explains the table. Stop other engines first: they hold memory."""
 
 
 @dataclass(frozen=True)
