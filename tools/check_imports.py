@@ -19,8 +19,8 @@ CALLERS = ("tests", "tools", "benchmarks")
 
 ORDER = (
     "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
-    "layers", "cache", "grammar", "sampling", "plan", "engine", "text", "parsers", "beam", "llm", "blocking", "server",
-    "bench", "cli",
+    "layers", "cache", "grammar", "sampling", "plan", "engine", "check", "text", "parsers", "beam", "llm", "blocking",
+    "server", "bench", "cli",
 )  # fmt: skip
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.

@@ -16,6 +16,7 @@ from proa.cli.bench_latency import LatencyCommand
 from proa.cli.bench_load import LoadCommand
 from proa.cli.bench_serve import ServeBenchCommand
 from proa.cli.chat import ChatOptions
+from proa.cli.check import CheckCommand
 from proa.cli.doctor import DoctorOptions
 from proa.cli.launch import LaunchOptions
 from proa.cli.models import ModelsOptions
@@ -90,7 +91,8 @@ def document() -> str:
         ("plan MODEL", PlanCommand), ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
         ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
-        ("warm MODEL", WarmCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),
+        ("check MODEL", CheckCommand), ("warm MODEL", WarmCommand), ("models", ModelsOptions),
+        ("doctor", DoctorOptions),
     ):  # fmt: skip
         own = [o for o in declarations(group).values() if "engine" not in o.path]
         parts += [f"## proa {command}\n", _table(own)]

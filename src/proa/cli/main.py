@@ -36,6 +36,7 @@ COMMANDS = {
     "chat": Command("proa.cli.chat", "chat with a model in the terminal"),
     "launch": Command("proa.cli.launch", "start a coding agent on a local model"),
     "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against hardware limits"),
+    "check": Command("proa.cli.check", "compare a model on every path of this machine with the reference"),
     "warm": Command("proa.cli.warm", "compile a model's GPU kernels before its first start"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),
     "doctor": Command("proa.cli.doctor", "check this machine and suggest remedies for problems"),

@@ -73,6 +73,8 @@ STAGING_BYTES_PER_THREAD = 32 << 20  # twice the loader's batch per worker
 class GpuBuild:
     """Attention, norms, routers, shared experts and resident experts on the GPU, the other experts on the CPU."""
 
+    recorder: None = None
+
     def __init__(
         self, plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline
     ) -> None:  # fmt: skip

@@ -61,32 +61,25 @@ def load_engine(
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
-    kv = KvStorage(DTYPES[plan.kv_dtype], kv_scales(checkpoint, declared) if plan.kv_dtype == "float8_e4m3fn" else ())
     timeline.mark("headers")
-    build = _build(plan, checkpoint, declared, kv, timeline)
-    targets = build.targets()
+    build = new_build(plan, checkpoint, declared, timeline)
     timeline.mark("model made")
     begin = time.perf_counter()
-    if plan.load_format == "dummy":
-        fill_dummy(
-            declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush, plan.dummy_format
-        )
-    else:
-        load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
+    fill(build, plan, checkpoint, declared, report)
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
     passes = plan.pass_tokens > 0
     turns = PrefillTurns(runner, plan.prefill_share, passes=passes) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
-    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), turns, helpers)
+    engine = Engine(runner, new_scheduler(plan), declared.spec.vocab, build.saver(), turns, helpers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")
     return engine, msgspec.structs.replace(build.ready(load_seconds), timeline=timeline.marks)
 
 
-class _Build(Protocol):
+class Build(Protocol):
     """A planned model in three steps: made by the constructor, filled through `targets`, bound by `runner`."""
 
     @property
@@ -94,6 +87,13 @@ class _Build(Protocol):
 
     @property
     def flush(self) -> Callable[[], None] | None: ...
+
+    @property
+    def model(self) -> Decoder: ...
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder that the model's ops append to; None if they compute when they are called."""
 
     def targets(self) -> dict[str, Target]: ...
 
@@ -105,8 +105,15 @@ class _Build(Protocol):
     def ready(self, load_seconds: float) -> Ready: ...
 
 
-def _build(plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline) -> _Build:
-    spec = declared.spec
+def kv_storage(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> KvStorage:
+    """The planned type of K and V, with the checkpoint's scales. Raises WeightsError."""
+    scales = kv_scales(checkpoint, declared) if plan.kv_dtype == "float8_e4m3fn" else ()
+    return KvStorage(DTYPES[plan.kv_dtype], scales)
+
+
+def new_build(plan: Plan, checkpoint: Checkpoint, declared: Declared, timeline: Timeline) -> Build:
+    """Make the planned model, whose weights are uninitialised."""
+    spec, kv = declared.spec, kv_storage(plan, checkpoint, declared)
     if plan.workers is None:
         return _Eager(plan, spec, kv)
     if plan.gpu is None:
@@ -115,8 +122,21 @@ def _build(plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage
         return SimBuild(plan, spec, kv)
     # Triton comes with CUDA builds of torch, and only they have a GPU.
     gpu = importlib.import_module("proa.engine.building.gpu")
-    build: _Build = gpu.GpuBuild(plan, checkpoint, declared, kv, timeline)
+    build: Build = gpu.GpuBuild(plan, checkpoint, declared, kv, timeline)
     return build
+
+
+def fill(
+    build: Build, plan: Plan, checkpoint: Checkpoint, declared: Declared, report: Callable[[Loading], None]
+) -> None:  # fmt: skip
+    """Load the weights. Raises WeightsError."""
+    targets = build.targets()
+    if plan.load_format == "dummy":
+        fill_dummy(
+            declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush, plan.dummy_format
+        )
+    else:
+        load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
 
 
 class _Eager:
@@ -124,6 +144,7 @@ class _Eager:
 
     pool: Pool | None = None
     flush: Callable[[], None] | None = None
+    recorder: Recorder | None = None
 
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
         self._plan, self._spec, self._kv, self._dtype = plan, spec, kv, DTYPES[plan.dtype]
@@ -175,8 +196,8 @@ class _Native:
         self._decisions = self._cpu.decisions
         self._limits = step_limits(plan)
         pages = -(-plan.context_tokens // plan.page_tokens)
-        self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
-        self.model = Decoder(spec, CpuOps(self._recorder).table())
+        self.recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self.model = Decoder(spec, CpuOps(self.recorder).table())
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
@@ -187,7 +208,7 @@ class _Native:
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         executor = RecordedExecutor(
-            self.model, self._recorder, caches, self._limits, self._crew, deterministic=plan.deterministic
+            self.model, self.recorder, caches, self._limits, self._crew, deterministic=plan.deterministic
         )
         self._cpu.note_unbound()
 
@@ -217,7 +238,8 @@ class _Native:
         )
 
 
-def _scheduler(plan: Plan) -> Scheduler:
+def new_scheduler(plan: Plan) -> Scheduler:
+    """A scheduler with the planned limits, pages and prefix cache, all empty."""
     allocator = PageAllocator(plan.num_pages)
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None

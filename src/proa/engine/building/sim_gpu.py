@@ -50,6 +50,8 @@ PROBE_ROUNDS = 50
 class SimBuild:
     """GpuBuild with the CPU in the GPU's place: plain torch, and native kernels for the experts."""
 
+    recorder: None = None
+
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
         self._plan, self._spec, self._kv = plan, spec, kv
         self._gpu, self._workers = needed(plan)

@@ -1,0 +1,178 @@
+"""Runs requests on a path's engine and collects what it noted, row by row. Never: building it, comparing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proa.check.notes import END, FINAL, IDS, IN, MID, MIXED, NORM1, NORM2, WEIGHTS, Notes, place
+from proa.engine.engine import Engine
+from proa.engine.executors.executor import Executor
+from proa.engine.runner import Flight, Runner, StepOutput
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.models.spec import Model, Moe
+from proa.plan.budget import SCORED_ROWS
+from proa.types import EngineRequest, Sampling
+
+LOGITS, STEP = "logits", "step"  # STEP: number of the step that computed the row
+ANSWER_TOKENS = 5
+PREFIX_TAIL_TOKENS = 9  # of the prompt that begins with another one
+SCORED_BEFORE = 4  # positions of a prompt, before the first that is sampled, whose logits are compared
+PROMPT, DECODE, CACHED = "prompt", "decode", "cached prefix"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts. The second one begins with the first; the others are unrelated."""
+
+    first: list[int]
+    again: list[int]
+    others: list[list[int]]
+
+
+def texts(vocab: int, longest: int, seed: int) -> Texts:
+    """Random prompts of up to `longest` + PREFIX_TAIL_TOKENS tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        found: list[int] = torch.randint(vocab, (count,), generator=generator).tolist()
+        return found
+
+    first = draw(longest)
+    others = [draw(max(2, longest // part - 1)) for part in (2, 3, 5)]
+    return Texts(first, first + draw(PREFIX_TAIL_TOKENS), others)
+
+
+@dataclass
+class Noted:
+    """One request. tokens: those that were computed. rows: by place, [len(tokens), ...]; of a reused prefix the rows of
+    the request that computed it. cached: length of that prefix. sampled: by position, the token that was sampled
+    there. scored: the positions whose rows of LOGITS are kept: sampled ones, and some before."""
+
+    name: str
+    tokens: list[int]
+    num_prompt: int
+    cached: int
+    rows: dict[str, Tensor]
+    sampled: dict[int, int]
+    scored: list[int]
+
+    def phases(self) -> list[str | None]:
+        """For each row its phase; None: it was computed by another request."""
+        prompt = CACHED if self.cached else PROMPT
+        return [None if p < self.cached else prompt if p < self.num_prompt else DECODE for p in range(len(self.tokens))]
+
+
+@dataclass
+class _Rows:
+    """A request's rows by position, as steps compute them."""
+
+    request: Any
+    rows: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
+
+
+class NotingRunner(Runner):
+    """Reads the notes of every step before the next one is launched."""
+
+    def __init__(self, executor: Executor[Any], page_tokens: int, notes: Notes) -> None:
+        super().__init__(executor, page_tokens, overlap=False)
+        self._notes, self._spec = notes, executor.spec
+        self.requests: dict[str, _Rows] = {}
+        self._steps = 0
+        self.faults: dict[str, str] = {}
+
+    def wait(self, flight: Flight) -> StepOutput:
+        output = super().wait(flight)
+        self.faults |= output.faults
+        rows = self._read(flight)
+        at = 0
+        for item in flight.plan.items:
+            of = self.requests.setdefault(item.request.id, _Rows(item.request))
+            for position in range(item.start, item.start + item.num_tokens):
+                of.rows[position] = {name: tensor[at] for name, tensor in rows.items()}
+                at += 1
+            if item.request.id in output.tokens:
+                of.sampled[item.start + item.num_tokens - 1] = output.tokens[item.request.id][0]
+        return output
+
+    def _read(self, flight: Flight) -> dict[str, Tensor]:
+        """All rows of the step, by place."""
+        count, head = flight.plan.num_tokens, []
+        self._steps += 1
+        rows = {name: self._notes.read(name, count) for name in places(self._spec)}
+        rows[STEP] = torch.full((count,), self._steps)
+        for first in range(0, count, SCORED_ROWS):
+            scored = range(first, min(first + SCORED_ROWS, count))
+            logits = self.executor.logits_of(flight.step, scored).to("cpu", copy=True)
+            head.append([*(self._notes.read(name, len(scored)) for name in (END, FINAL)), logits])
+        by_place = zip(*head, strict=True)
+        return rows | {name: torch.cat(parts) for name, parts in zip((END, FINAL, LOGITS), by_place, strict=True)}
+
+
+def places(spec: Model) -> list[str]:
+    """The places in a model's blocks that are noted."""
+    found = []
+    for number, block in enumerate(spec.blocks):
+        found += [place(what, number) for what in (IN, NORM1, MIXED) if block.mixer is not None]
+        found += [place(what, number) for what in (MID, NORM2) if block.ffn is not None]
+        found += [place(what, number) for what in (IDS, WEIGHTS) if isinstance(block.ffn, Moe)]
+    return found
+
+
+def run(scheduler: Scheduler, runner: NotingRunner, vocab: int, of: Texts) -> list[Noted]:
+    """Compute the first prompt alone, then an unrelated one, then all others together; a few tokens are generated after
+    each. Returns the sequences that gave rows."""
+    engine = Engine(runner, scheduler, vocab)
+    others = {f"other {i}": tokens for i, tokens in enumerate(of.others)}
+    _finish(engine, {"first": of.first})
+    _finish(engine, {"other 0": others.pop("other 0")})
+    _finish(engine, {"again": of.again} | others)
+    return [found for name in runner.requests if (found := _sequence(runner.requests, name)) is not None]
+
+
+def keep_busy(scheduler: Scheduler, runner: Runner, vocab: int, prompts: Sequence[Sequence[int]]) -> None:
+    """Compute prompts of which nothing is compared, so that experts move."""
+    engine = Engine(runner, scheduler, vocab)
+    for i, prompt in enumerate(prompts):
+        _finish(engine, {f"busy {i}": list(prompt)})
+
+
+def _finish(engine: Engine, prompts: dict[str, list[int]]) -> None:
+    sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0)
+    for name, tokens in prompts.items():
+        engine.submit(EngineRequest(id=name, tokens=tokens, sampling=sampling))
+    while engine.has_work:
+        engine.step()
+
+
+def _sequence(requests: dict[str, _Rows], name: str) -> Noted | None:
+    of = requests[name]
+    computed = sorted(of.rows)
+    tokens = list(of.request.tokens[: computed[-1] + 1])
+    cached, found = computed[0], []
+    for position in range(len(tokens)):
+        row = of.rows.get(position) or _from_another(requests, name, tokens, position)
+        if row is None:
+            return None
+        found.append(row)
+    least = min(of.sampled, default=len(tokens)) - SCORED_BEFORE
+    scored = [p for p in range(len(tokens)) if p in of.sampled or least <= p >= cached]
+    rows = {key: torch.stack([row[key] for row in found]) for key in found[0] if key != LOGITS}
+    rows[LOGITS] = torch.stack([found[position][LOGITS] for position in scored])
+    return Noted(name, tokens, of.request.num_prompt, cached, rows, of.sampled, scored)
+
+
+def _from_another(
+    requests: dict[str, _Rows], name: str, tokens: Sequence[int], position: int
+) -> dict[str, Tensor] | None:  # fmt: skip
+    """The row at this position of another request that has the same tokens up to it."""
+    for other, of in requests.items():
+        same = of.request.tokens[: position + 1] == list(tokens[: position + 1])
+        if other != name and same and position in of.rows:
+            return of.rows[position]
+    return None

@@ -1,0 +1,162 @@
+"""Copies of what a path computes inside a step, taken by wrappers around the parts of its model. Never: comparing.
+
+The wrappers change no op and no buffer of the model: they add copies, recorded in a native program, captured in a CUDA
+graph or made at once. Each place is a name such as "norm1.3.x"; the constants below say what it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from proa.layers.decoder import Block, Decoder
+from proa.layers.moe import Moe
+from proa.layers.norm import RmsNorm
+from proa.layers.step import Step
+from proa.ops.recorder import Recorder
+from proa.ops.residency import Residency
+from proa.ops.table import Chosen, Experts, NextRouter, Norm, Parameters, Underway, Unsummed
+
+IN, NORM1, MIXED, MID, NORM2, IDS, WEIGHTS = "in", "norm1", "mixed", "mid", "norm2", "ids", "weights"
+END, FINAL = "end", "final"  # hidden states after the last block, and their norm: rows of the head, not of the step
+
+
+def place(what: str, block: int) -> str:
+    """IN: the residual stream [T, hidden] before a block. NORM1: the mixer's input. MIXED: its output. MID: the
+    residual stream after it. NORM2: the FFN's input. IDS, WEIGHTS: of the chosen experts, [T, top_k]."""
+    return f"{what}.{block}"
+
+
+class Notes(Protocol):
+    """Where copies go."""
+
+    def note(self, name: str, rows: Tensor) -> None:
+        """Copy rows [T, ...] of the step that is computed, or recorded."""
+
+    def read(self, name: str, count: int) -> Tensor:
+        """The first `count` rows that were copied last, in RAM."""
+
+
+class TensorNotes:
+    """Copies when called, also as a part of a CUDA graph. rows: of the largest step."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._kept = rows, dict[str, Tensor]()
+
+    def note(self, name: str, rows: Tensor) -> None:
+        if name not in self._kept:
+            self._kept[name] = rows.new_zeros(self._rows, *rows.shape[1:])
+        self._kept[name][: len(rows)].copy_(rows)
+
+    def read(self, name: str, count: int) -> Tensor:
+        return self._kept[name][:count].to("cpu", copy=True)
+
+
+class RecordedNotes:
+    """Appends a copy to the program of native ops."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._kept = recorder, dict[str, Tensor]()
+
+    def note(self, name: str, rows: Tensor) -> None:
+        recorder = self._recorder
+        self._kept[name] = recorder.keep(torch.zeros(rows.shape, dtype=rows.dtype))
+        recorder.take(rows, recorder.keep(torch.arange(len(rows))), self._kept[name])
+
+    def read(self, name: str, count: int) -> Tensor:
+        return self._kept[name][:count].clone()
+
+
+def watch(model: Decoder, notes: Notes) -> None:
+    """Wrap the parts of a model that was made and not yet recorded or run."""
+    for number, block in enumerate(model.blocks):
+        _watch_block(block, notes, number)
+    model.norm = _WatchedNorm(model.norm, notes, END, FINAL)
+
+
+def _watch_block(block: Block, notes: Notes, number: int) -> None:
+    if block.mixer is not None:
+        block.norm1 = _WatchedNorm(block.norm1, notes, place(IN, number), place(NORM1, number))
+        block.mixer = _WatchedMixer(block.mixer, notes, place(MIXED, number))
+    if isinstance(block.ffn, Moe):
+        block.ffn.experts = _WatchedExperts(block.ffn.experts, notes, number)
+        block.ffn = _WatchedMoe(block.ffn, notes, place(MID, number))
+    elif block.ffn is not None:
+        block.norm2 = _WatchedNorm(block.norm2, notes, place(MID, number), place(NORM2, number))
+
+
+class _WatchedNorm(RmsNorm):
+    """Notes the residual stream that a norm reads, and the result."""
+
+    def __init__(self, of: RmsNorm, notes: Notes, before: str, after: str) -> None:
+        self._of, self._notes, self._before, self._after = of, notes, before, after
+        self.eps, self.offset, self.weight = of.eps, of.offset, of.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._notes.note(self._before, x)
+        return self._noted(self._of(x))
+
+    def of_sum(self, x: Tensor, y: Tensor | Unsummed | None) -> tuple[Tensor, Tensor]:
+        x, normed = self._of.of_sum(x, y)
+        self._notes.note(self._before, x)
+        return x, self._noted(normed)
+
+    def _noted(self, normed: Tensor) -> Tensor:
+        self._notes.note(self._after, normed)
+        return normed
+
+
+class _WatchedMixer:
+    def __init__(self, of: Any, notes: Notes, after: str) -> None:
+        self._of, self._notes, self._after = of, notes, after
+
+    def __call__(self, x: Tensor, step: Step, caches: Any) -> Tensor:
+        y: Tensor = self._of(x, step, caches)
+        self._notes.note(self._after, y)
+        return y
+
+    def parameters(self) -> Parameters:
+        parameters: Parameters = self._of.parameters()
+        return parameters
+
+
+class _WatchedMoe(Moe):
+    """Notes the residual stream before the experts: their input and choice are noted by _WatchedExperts."""
+
+    def __init__(self, of: Moe, notes: Notes, before: str) -> None:
+        self._of, self._notes, self._before = of, notes, before
+
+    def __call__(
+        self, x: Tensor, y: Tensor | Unsummed | None, norm: RmsNorm, slots: Tensor
+    ) -> tuple[Tensor, Tensor | Unsummed]:  # fmt: skip
+        x, sums = self._of(x, y, norm, slots)
+        self._notes.note(self._before, x)
+        return x, sums
+
+    def foresee(self, x: Tensor, norm: Norm, slots: Tensor) -> None:
+        self._of.foresee(x, norm, slots)
+
+    def parameters(self) -> Parameters:
+        return self._of.parameters()
+
+
+class _WatchedExperts:
+    def __init__(self, of: Experts, notes: Notes, block: int) -> None:
+        self._of, self._notes, self._block = of, notes, block
+
+    @property
+    def residency(self) -> Residency | None:
+        return self._of.residency
+
+    def start(self, x: Tensor, chosen: Chosen) -> Underway:
+        for what, rows in ((NORM2, x), (IDS, chosen.ids), (WEIGHTS, chosen.weights)):
+            self._notes.note(place(what, self._block), rows)
+        return self._of.start(x, chosen)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
+        self._of.foresee(x, slots, following)
+
+    def parameters(self) -> Parameters:
+        return self._of.parameters()

@@ -1,0 +1,208 @@
+"""`proa check`: opens a model, samples its layers, runs every path and compares each with the reference. Never:
+printing, options.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+
+import msgspec
+import torch
+
+from proa.check.apart import PathFailed, run_apart
+from proa.check.compare import Comparison
+from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
+from proa.check.observe import observe
+from proa.check.paths import ISAS, Facts, NoPath, Path, paths
+from proa.check.sample import SAMPLE_BYTES, Sample, sample
+from proa.check.truth import Truth
+from proa.check.verdict import Observed
+from proa.config.options import EngineOptions, MachineOptions
+from proa.errors import ModelError, ProaError, ResourceError, UsageError
+from proa.hub.locate import locate
+from proa.machine.load import Load
+from proa.machine.machine import Machine
+from proa.machine.rates import RamRate
+from proa.models.spec import Model
+from proa.native.pool import select_isa
+from proa.obs.progress import CHECKING, COMPARING
+from proa.plan.opened import Opened, open_model
+from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
+
+LIMIT_S = 120.0  # of the whole check
+_PATHS_SHARE = 0.6  # of the limit, for running paths; the rest is for the reference
+CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
+MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
+_PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
+_FLOP = 4e11  # for each CPU: what the reference may take, in about 30 s
+_WIDE, _THREADS = 1024, 16  # hidden size from which on the reference uses several threads; the most
+_RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
+
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A path that could not be run, although the machine has it."""
+
+    name: str
+    why: str
+
+
+@dataclass
+class Report:
+    """observed: the paths that were compared. skipped: those that cannot be checked here. failed: those that raised.
+    left: layers that the time limit left out."""
+
+    model: str
+    layers: tuple[int, ...]
+    of_layers: int
+    seed: int
+    observed: list[Observed] = field(default_factory=list)
+    skipped: list[NoPath] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """True if at least one path was compared, and all that were agree with the reference."""
+        wrong = any(path.problems for path in self.observed) or bool(self.failed)
+        return bool(self.observed) and not wrong and len(self.left) < len(self.layers)
+
+
+def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: int = SAMPLE_BYTES) -> Report:
+    """Check a model. most_bytes: of the sampled layers. Raises ProaError if it cannot be opened or read, a WeightsError
+    that names the tensor if a file is damaged."""
+    begin = time.perf_counter()
+    if asked.model.load_format == "dummy":
+        raise UsageError(
+            "proa check compares with the checkpoint's weights, but --load-format dummy has none.",
+            "Leave it out.",
+            param="load_format",
+        )
+    chosen = sample(_opened(model, asked, show), seed, most_bytes)
+    report = Report(model, chosen.layers, chosen.of, seed)
+    spec = chosen.opened.declared.spec
+    asked = _for_check(asked, spec)
+    found = paths(asked, spec, _facts(model, asked, chosen))
+    prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
+    longest_s = 0.0
+    for number, path in enumerate(found):
+        show(CHECKING, number, len(found))
+        start = time.perf_counter()
+        if isinstance(path, NoPath):
+            report.skipped.append(path)
+        elif start + longest_s > begin + _PATHS_SHARE * LIMIT_S:
+            report.skipped.append(NoPath(path.name, f"the time limit of {LIMIT_S:.0f} s"))
+        else:
+            _observe(report, model, path, chosen, prompts)
+            longest_s = max(longest_s, time.perf_counter() - start)
+    # Threads wait for each other at every op: on a busy machine this takes longer than most ops do.
+    cpus = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, min(cpus // 2, _THREADS)) if spec.hidden >= _WIDE else 1)
+    if report.observed:
+        _compare(report, chosen, begin + LIMIT_S, show)
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
+    """The options with small steps and contexts, and nothing lossy. Workers are not bound: other engines may run."""
+    context = min(CONTEXT_TOKENS, spec.max_positions)
+    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
+    cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
+    machine = replace(asked.machine, cpu_binding="none")
+    gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
+    return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
+
+
+def _opened(model: str, asked: EngineOptions, show: Show) -> Opened:
+    path = locate(model, asked.model.revision, show)
+    return open_model(path, asked.model.load_format, asked.model)
+
+
+def _unmeasured(asked: MachineOptions, machine: Machine) -> RamRate:
+    return RamRate(bytes_per_s=_RAM_BYTES_PER_S, threads=1, pages=(), load=Load(None, 1))
+
+
+def _plan(model: str, asked: EngineOptions, chosen: Sample) -> Plan:
+    return prepare(model, asked, measure=_unmeasured, opened=chosen.opened).plan
+
+
+def _facts(model: str, asked: EngineOptions, chosen: Sample) -> Facts:
+    plan = _plan(model, asked, chosen)
+    row = next(decision for decision in plan.decisions if decision.name == "GPU")
+    gpu = "" if plan.gpu is None else "GPU" if not plan.gpu.simulated else "simulated GPU"
+    return Facts(tuple(isa for isa in ISAS if _runs(isa)), gpu, row.why, plan.dtype)
+
+
+def _runs(isa: str) -> bool:
+    try:
+        select_isa(isa)
+    except ValueError:
+        return False
+    return True
+
+
+def _prompt_tokens(spec: Model) -> int:
+    """Fewer for large models: the reference computes each row of each path in two types, twice."""
+    outer = spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    idle = sum((moe.experts - moe.top_k) * sum(prod(shape) for _, shape in moe.expert.params())
+               for moe in spec.routed.values())  # fmt: skip
+    each = _PATHS * _ROWS_PER_TOKEN * 4 * 2 * (spec.num_params - idle - outer)
+    most = min(MOST_TOKENS, spec.max_positions - PREFIX_TAIL_TOKENS - ANSWER_TOKENS)
+    return min(most, max(LEAST_TOKENS, int(_FLOP * len(os.sched_getaffinity(0)) / each)))
+
+
+def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts) -> None:
+    try:
+        plan = _plan(model, path.options, chosen)
+    except (ResourceError, UsageError) as error:
+        report.skipped.append(NoPath(path.name, error.message))
+        return
+    if path.isa:
+        plan = msgspec.structs.replace(plan, isa=path.isa)
+    if plan.workers is None:
+        plan = msgspec.structs.replace(plan, threads=1)  # a forked process must not start torch's threads
+    if path.moving and (plan.gpu is None or not plan.gpu.spare):
+        report.skipped.append(NoPath(path.name, "the plan leaves no room in VRAM for experts that move"))
+        return
+    try:
+        found = run_apart(partial(observe, path.name, plan, chosen, prompts, moving=path.moving))
+    except ModelError:
+        raise  # of the checkpoint, not of the path
+    except ProaError as error:
+        report.failed.append(Failed(path.name, error.message))
+        return
+    except PathFailed as error:
+        report.failed.append(Failed(path.name, f"{error}."))
+        return
+    if isinstance(found, str):
+        report.skipped.append(NoPath(path.name, found))
+    else:
+        report.observed.append(found)
+
+
+def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
+    declared = chosen.opened.declared
+    truth = Truth(chosen.opened.checkpoint, declared)
+    dtype = torch.float16 if report.observed[0].dtype is torch.float16 else torch.bfloat16
+    comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed)
+    longest_s = 0.0
+    for number, layer in enumerate(chosen.layers):
+        show(COMPARING, number, len(chosen.layers))
+        start = time.perf_counter()
+        if start + longest_s > end_s:
+            report.left.append(layer)
+        else:
+            comparison.block(number)
+            longest_s = max(longest_s, time.perf_counter() - start)
+    if not report.left:
+        comparison.head()

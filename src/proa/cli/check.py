@@ -1,0 +1,82 @@
+"""`proa check`: compares every path that this machine has for a model with the reference, and answers yes or no."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proa.config.env import child_environ
+from proa.config.field import argument, option
+from proa.config.options import EngineOptions
+from proa.config.parse import parse
+from proa.errors import ModelError
+from proa.obs.console import console_err, console_out, write_out
+
+if TYPE_CHECKING:
+    from proa.check.run import Report
+
+SUMMARY = "compare a model on every path of this machine with the reference"
+EPILOG = """\
+Each path (instruction set, placement of experts, type of the KV cache, cached prefix) computes the same prompts as
+plain torch in float32 from weights that are read apart from the loader. An op that differs by more than rounding
+explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
+0) or no (exit code 1). Context, KV type, steps and requests at once are set by the check, and --fp8-activations is off.
+docs/check.md explains the table. Stop other engines first: they hold memory."""
+
+
+@dataclass(frozen=True)
+class CheckCommand:
+    """options"""
+
+    model: str = argument(
+        help="a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense",
+        metavar="MODEL",
+    )
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    seed: int = option(0, help="draws the prompts, and the sampled layers of large models", low=0, common=True)
+    json: bool = option(False, help="print the result as JSON", common=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    command = parse(CheckCommand, argv, prog="proa check", summary=SUMMARY, epilog=EPILOG).options
+    os.environ.update(child_environ())  # the engine's environment, before torch is imported
+    # Torch takes seconds to import: only after the options are checked.
+    from proa.check.report import as_json
+    from proa.check.run import check
+    from proa.obs.progress import show_progress
+
+    try:
+        with show_progress(console_err()) as show:
+            report = check(command.model, command.engine, command.seed, show)
+    except ModelError as error:
+        if command.json:
+            write_out(json.dumps({"agrees": False, "error": str(error)}) + "\n")
+        else:
+            write_out(f"no: {error}\n")
+        return 1
+    if command.json:
+        write_out(json.dumps(as_json(report), indent=2) + "\n")
+    else:
+        _print(report)
+    return 0 if report.agrees else 1
+
+
+def _print(report: Report) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from proa.check.report import COLUMNS, answer, notes, problems, rows, scope
+
+    table = Table(title="worst difference / bound", title_justify="left", title_style="", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("path", "") else "right", overflow="fold")
+    for row in rows(report):
+        table.add_row(*(Text(cell) for cell in row))
+    console = console_out()
+    console.print(scope(report), markup=False, soft_wrap=True)
+    console.print(table)
+    for line in (*notes(report), *problems(report), answer(report)):
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,199 @@
+"""Errors of the kinds that engines have had, put into the product's own functions; and a check beside them. Never:
+tests.
+
+With a GPU the check runs in a process of its own (`python check_mutations.py ...`): its paths are forked processes, and
+other tests of this process may have initialised CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import proa.engine.executors.angles
+import proa.engine.executors.eager
+import proa.engine.executors.recorded
+import proa.hybrid.moves
+import proa.weights.coded
+from check_runs import checked, said
+from proa.cache.radix import PrefixCache
+from proa.hybrid.copies import GpuCopier, HostCopier
+from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.tables import Tables
+from proa.models.ranks import CPU
+from proa.ops.cpu import CpuExperts, CpuOps, CpuUnderway
+from proa.weights.coded import CodedFiles
+from programs import python
+
+LAYER, EXPERT = 1, 5
+RESIDENT, IN_RAM = [0, 1, 2, 3], [4, 5, 6, 7]  # of each layer's 8 experts, if half of them are in VRAM
+Patch = pytest.MonkeyPatch
+
+
+def nothing(patch: Patch) -> None:
+    pass
+
+
+def swapped_scales(patch: Patch) -> None:
+    """The gate of one expert has the scales of another expert's."""
+    read = CodedFiles._read_scales
+    mine = f"layers.{LAYER}.mlp.experts.{EXPERT}.gate_proj"
+    others: dict[str, Any] = {}
+
+    def of_another(self: Any, info: Any, of: Any, matrix: int) -> Any:
+        others[of.codes.name] = of.scales
+        if mine in of.codes.name:
+            of = dataclasses.replace(of, scales=others[of.codes.name.replace(f"experts.{EXPERT}", "experts.0")])
+        return read(self, info, of, matrix)
+
+    patch.setattr(CodedFiles, "_read_scales", of_another)
+
+
+def reciprocal_scales(patch: Patch) -> None:
+    kept = proa.weights.coded._as_kept
+    patch.setattr(proa.weights.coded, "_as_kept", lambda scales, stored: 1 / kept(scales, stored))
+
+
+def wrong_rope(patch: Patch) -> None:
+    """Positions count twice."""
+    for executor in (proa.engine.executors.recorded, proa.engine.executors.eager, proa.engine.executors.angles):
+        right = executor.cos_sin
+        wrong = lambda rope, positions, lengths, right=right: right(rope, 2 * positions, lengths)  # noqa: E731
+        patch.setattr(executor, "cos_sin", wrong)
+
+
+def page_of_another_prompt(patch: Patch) -> None:
+    match, insert = PrefixCache.match, PrefixCache.insert
+    kept: list[list[int]] = []
+
+    def remember(self: PrefixCache, node: Any, keys: Any, pages: Any) -> Any:
+        kept.append(list(pages))
+        return insert(self, node, keys, pages)
+
+    def other(self: PrefixCache, keys: Any) -> Any:
+        right = match(self, keys)
+        others = [page for pages in kept for page in pages if page not in right.pages]
+        if not right.pages or not others:
+            return right
+        return dataclasses.replace(right, pages=[others[0], *right.pages[1:]])
+
+    patch.setattr(PrefixCache, "insert", remember)
+    patch.setattr(PrefixCache, "match", other)
+
+
+def next_expert_on_the_cpu(patch: Patch) -> None:
+    """Weights of expert e go to the place of expert e + 1."""
+    parameters, made = CpuExperts.parameters, []
+
+    def next_expert(self: CpuExperts) -> Any:
+        made.append(self)
+        if len(made) <= LAYER:
+            yield from parameters(self)
+            return
+        for name, sink in parameters(self):
+            number, _, part = name.partition(".")
+            yield f"{(int(number) + 1) % self._experts}.{part}", sink
+
+    patch.setattr(CpuExperts, "parameters", next_expert)
+
+
+def ids_from_one(patch: Patch) -> None:
+    """The router's logits are shifted by one, as if ids were counted from 1."""
+    route = CpuOps.route
+
+    def shifted(self: CpuOps, logits: torch.Tensor, slots: torch.Tensor, rule: Any) -> Any:
+        return route(self, logits[:, 1:], slots, rule)
+
+    patch.setattr(CpuOps, "route", shifted)
+
+
+def next_expert_in_ram(patch: Patch) -> None:
+    """The tables map one expert to the next one's weights in RAM."""
+    to_cpu = Tables.to_cpu
+
+    def next_number(self: Tables, layer: int, expert: int, number: int) -> None:
+        off = layer == LAYER and expert == IN_RAM[0]
+        to_cpu(self, layer, expert, (number + off) % len(self._layers[layer].in_ram))
+
+    patch.setattr(Tables, "to_cpu", next_number)
+
+
+def lost_partial_sum(patch: Patch) -> None:
+    """No device computes the experts of one layer that are in RAM."""
+
+    def lost(self: Tables, layer: int, expert: int, number: int) -> None:
+        self._set(layer, expert, (0, 0, 0, 0), -1 if layer == LAYER else number, CPU)
+
+    patch.setattr(Tables, "to_cpu", lost)
+
+
+def lost_shared_expert(patch: Patch) -> None:
+    patch.setattr(CpuUnderway, "finish", lambda self, shared, gate: self._routed)
+
+
+def stale_slot(patch: Patch) -> None:
+    """The second slot of a layer still holds the first one's expert."""
+    fill, made = LayerMemory.fill_slots, []
+
+    def one_stale(self: LayerMemory) -> None:
+        fill(self)
+        made.append(self)
+        if len(made) == LAYER + 1:
+            for slots in (self.slots.up, self.slots.down):
+                slots[1].copy_(slots[0])
+
+    patch.setattr(LayerMemory, "fill_slots", one_stale)
+
+
+def torn_swap(patch: Patch) -> None:
+    """One expert moves, and only its gate and up arrive."""
+    choose, moved = proa.hybrid.moves.swaps_with_room, []
+
+    def one(*args: Any) -> Any:
+        found = [] if moved else choose(*args)[:1]
+        moved.extend(found)
+        return found
+
+    patch.setattr(proa.hybrid.moves, "swaps_with_room", one)
+    for copier in (HostCopier, GpuCopier):
+        start = copier.start
+        half = lambda self, pairs, start=start: start(self, pairs[: (len(pairs) + 1) // 2])  # noqa: E731
+        patch.setattr(copier, "start", half)
+
+
+def checked_with(
+    mutation: Callable[[Patch], None], folder: Path, monkeypatch: Patch, *, gpu: str = "none", only: str = "CPU, avx2"
+) -> list[str]:
+    """Check a model with the mutation, on paths with `only` in their name; the first problem of each path."""
+    if gpu.isdigit():
+        command = python(str(Path(__file__)), mutation.__name__, str(folder), gpu, only)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        problems: list[str] = json.loads(done.stdout.splitlines()[-1])
+        return problems
+    mutation(monkeypatch)
+    report = checked(folder, monkeypatch, gpu=gpu, only=only)
+    assert report.observed
+    assert report.agrees == (not said(report))
+    return said(report)
+
+
+def main() -> None:
+    name, folder, gpu, only = sys.argv[1:]
+    with pytest.MonkeyPatch.context() as patch:
+        globals()[name](patch)
+        report = checked(Path(folder), patch, gpu=gpu, only=only)
+    assert report.observed, report.skipped
+    problems = said(report) + [f"{failed.name}: {failed.why}" for failed in report.failed]
+    sys.stdout.write(json.dumps(problems) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Runs of `proa check` in this process, restricted to some paths. Never: tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import proa.check.run
+from proa.check.paths import NoPath, paths
+from proa.check.run import Report, check
+from proa.config.options import EngineOptions
+from proa.config.parse import from_keywords
+
+SIM = "sim:256MiB"
+
+
+def checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, only: str = "", gpu: str = "none", seed: int = 1,
+    most_bytes: int | None = None, **options: Any,
+) -> Report:  # fmt: skip
+    """only: a path is run if this is a part of its name."""
+
+    def some(*args: Any) -> list[Any]:
+        return [path for path in paths(*args) if isinstance(path, NoPath) or only in path.name]
+
+    monkeypatch.setattr(proa.check.run, "paths", some)
+    asked = from_keywords(EngineOptions, **{"dtype": "bfloat16", "gpu": gpu, **options})
+    more = {} if most_bytes is None else {"most_bytes": most_bytes}
+    return check(str(folder), asked, seed, lambda phase, done, total: None, **more)
+
+
+def said(report: Report) -> list[str]:
+    """The first problem of every path that has any."""
+    return [str(path.problems[0]) for path in report.observed if path.problems]
+
+
+def found(report: Report) -> list[str]:
+    """All problems, and failures of paths."""
+    problems = [f"{path.name}: {problem}" for path in report.observed for problem in path.problems]
+    return problems + [f"{failed.name}: {failed.why}" for failed in report.failed]

@@ -1,0 +1,100 @@
+"""`proa check` as a program: the table, the last line, exit codes; damaged checkpoints name the tensor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from gpu_llm import poison
+from programs import proa
+from tiny import make_tiny
+
+GPUS = [pytest.param("sim:256MiB", id="sim"), pytest.param("0", id="cuda", marks=pytest.mark.gpu)]
+DAMAGED = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = proa("check", str(folder), "--dtype", "bfloat16", *flags)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_yes(gpu: str, tmp_path: Path) -> None:
+    done = run(make_tiny("qwen3-moe", tmp_path), "--gpu", gpu)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines[0].endswith("all 3 layers, --seed 0")
+    assert lines[-1].startswith("yes: ")
+    table = [line for line in lines if line.endswith("yes")]
+    assert any("GPU, experts in VRAM" in line for line in table)
+    assert any(line.startswith("CPU, ") for line in table)
+
+
+def test_no(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    poison(folder, layer=1, expert=5)
+    done = run(folder, "--gpu", "none", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert not report["agrees"]
+    first = report["paths"][0]["problems"][0]
+    assert (first["layer"], first["op"], first["experts"]) == (1, "experts", "expert 5")
+    assert first["over_bound"] == "infinite"
+
+
+def test_the_last_line_says_no(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    poison(folder, layer=1, expert=5)
+    done = run(folder, "--gpu", "none")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("no: ")
+    assert "layer 1, experts, expert 5: NaN or infinity in" in done.stdout
+
+
+def with_nan(folder: Path, file: Path) -> None:
+    tensors = load_file(file)
+    tensors[DAMAGED][2, 7] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+
+
+def without_tensor(folder: Path, file: Path) -> None:
+    tensors = load_file(file)
+    del tensors[DAMAGED]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def of_another_shape(folder: Path, file: Path) -> None:
+    tensors = load_file(file)
+    tensors[DAMAGED] = tensors[DAMAGED][:, :-1].contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [with_nan, without_tensor, of_another_shape])
+def test_a_damaged_checkpoint_names_the_tensor(damage: object, tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    (file,) = folder.glob("*.safetensors")
+    damage(folder, file)  # type: ignore[operator]
+    done = run(folder, "--gpu", "none")
+    assert done.returncode == 1
+    assert done.stdout.startswith("no: ")
+    assert DAMAGED in done.stdout
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    (file,) = folder.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 4096)
+    done = run(folder, "--gpu", "none")
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"no: {file}: the header describes ")
+
+
+def test_random_weights_are_refused(tmp_path: Path) -> None:
+    done = run(make_tiny("qwen3-moe", tmp_path), "--load-format", "dummy")
+    assert done.returncode == 2
+    assert "--load-format dummy has none" in done.stderr
