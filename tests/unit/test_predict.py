@@ -228,21 +228,39 @@ def test_fixed_costs(tmp_path: Path) -> None:
     assert predicted(on_gpu, BOX.rates).decode[0].terms[FIXED] == pytest.approx(layers * GPU_LAYER_S)
 
 
+IN_RAM, STREAMED = (GpuOptions(gpu_experts="none", prefill=mode) for mode in ("cpu", "stream"))
+
+
 @pytest.mark.parametrize(
     ("box", "asked", "bound"),
     [
-        (Box(3 * TB, 40 * GB, cpu_flops=1e10), GpuOptions(gpu_experts="none"), CPU),
-        (Box(3 * TB, 1e6, cpu_flops=1e18), GpuOptions(gpu_experts="none"), RAM),
+        (Box(3 * TB, 40 * GB, cpu_flops=1e10), IN_RAM, CPU),
+        (Box(3 * TB, 1e6, cpu_flops=1e18), IN_RAM, RAM),
         (Box(3 * TB, 40 * GB, gpu_flops=1e9), GpuOptions(), GPU),
+        (Box(3 * TB, 40 * GB, pcie=1e8, cpu_flops=1e5), STREAMED, PCIE),
+        (Box(3 * TB, 40 * GB, cpu_flops=1e10, pcie=1e3), GpuOptions(gpu_experts="none"), CPU),
         (Box(1e6, 40 * GB, gpu_flops=1e18), GpuOptions(), VRAM),
-        (Box(3 * TB, 40 * TB, pcie=1e6, cpu_flops=1e18), GpuOptions(gpu_experts="none"), PCIE),
-        (Box(3 * TB, 40 * TB, cpu_flops=1e18, gpu_flops=1e18), GpuOptions(gpu_experts="none"), FIXED),
+        (Box(3 * TB, 40 * TB, pcie=1e6, cpu_flops=1e18), IN_RAM, PCIE),
+        (Box(3 * TB, 40 * TB, cpu_flops=1e18, gpu_flops=1e18), IN_RAM, FIXED),
     ],
-    ids=[CPU, RAM, GPU, VRAM, PCIE, FIXED],
+    ids=[CPU, RAM, GPU, "streamed", "no use in streaming", VRAM, PCIE, FIXED],
 )
 def test_what_binds_a_prompt(box: Box, asked: GpuOptions, bound: str, tmp_path: Path) -> None:
     prepared = tiny_plan(tmp_path, box.machine, EngineOptions(gpus=asked))
     assert predicted(prepared, box.rates).prefill[0].bound_by == bound
+
+
+@pytest.mark.parametrize(("tokens", "measured_s"), [(512, 0.257), (2048, 0.345), (8192, 0.550), (16384, 0.568)])
+def test_streamed_prompts_of_an_h200(tokens: int, measured_s: float, tmp_path: Path) -> None:
+    """24 layers of Qwen3-30B-A3B in bfloat16, no expert in VRAM: the limit is below what was measured, 2026-11-23
+    (docs/lab/prefill-h200.md), and above half of it."""
+    box = Box(4300 * GB, 170 * GB, pcie=55 * GB, cpu_flops=9e12, gpu_flops=750e12)
+    config = published("Qwen/Qwen3-30B-A3B", None) | {"num_hidden_layers": 24}
+    asked = EngineOptions(gpus=GpuOptions(gpu_experts="none"), model=ModelOptions(load_format="dummy"))
+    prepared = planned(tmp_path, config, box.machine, asked, 170 * GB)
+    assert prepared.plan.pass_tokens >= 16384
+    found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens)
+    assert 0.5 * measured_s < found.seconds < 1.05 * measured_s
 
 
 def test_flops_of_a_prompt_on_the_cpu(tmp_path: Path) -> None:

@@ -7,18 +7,21 @@ the fixed costs below. docs/planning.md has the formulas and compares them with 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from proa.machine.cost.prefill import CpuExpertCost, Division, GpuCost, PrefillRates, divide
 from proa.machine.rates import Rates
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
-from proa.plan.work import Work
+from proa.plan.ring import BANKS
+from proa.plan.work import MoeWork, Work
 
 LENGTHS = (512, 8192, 32768)  # contexts of decode, and lengths of prompts
 
@@ -148,12 +151,16 @@ def _overlapped(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: 
 
 def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int) -> Prediction:
     """Predict the steps of one prompt, alone on the machine and without a cached prefix. Each step reads its weights
-    once; experts in VRAM run beside those of the CPU."""
+    once; experts in VRAM run beside those of the CPU. Where prompts are streamed, each pass copies its experts once."""
     terms: defaultdict[str, float] = defaultdict(float)
     steps = list(_steps(prompt_tokens, plan.max_batch_tokens))
-    for first, rows in steps:
-        for name, seconds in _step_terms(plan, work, speeds, first, rows):
-            terms[name] += seconds
+    if plan.pass_tokens and speeds.pcie is not None and speeds.pcie.per_s:
+        passes = _steps(prompt_tokens, plan.pass_tokens)
+        found = itertools.chain(*(_pass_terms(plan, work, speeds, first, rows) for first, rows in passes))
+    else:
+        found = itertools.chain(*(_step_terms(plan, work, speeds, first, rows) for first, rows in steps))
+    for name, seconds in found:
+        terms[name] += seconds
     on = speeds.ram if speeds.vram is None else speeds.vram
     terms[RAM if speeds.vram is None else VRAM] += work.head_bytes / _per_s(on)  # logits of the last token only
     fixed = {FIXED: len(steps) * _fixed_s(plan, work)}
@@ -165,16 +172,57 @@ def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
     return ((first, min(most, tokens - first)) for first in range(0, tokens, most))
 
 
+def _pass_terms(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> Iterator[tuple[str, float]]:
+    """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
+    chunks = list(_steps(rows, plan.max_batch_tokens))
+    computed = [_dense_term(plan, work, speeds, first + at, count) for at, count in chunks]
+    copies_s = 0.0
+    for layer, count in work.moe.items():
+        if layer.in_ram:
+            division = _division(plan, layer, speeds, rows, len(chunks))
+            copies_s += count * division.copies_s
+            name, _ = _longer((RAM, _seconds(layer.ram_bytes(rows), speeds.ram)),
+                              (CPU, _seconds(layer.ram_flops(rows), speeds.cpu)))  # fmt: skip
+            computed.append((name if division.cpu_s else GPU, count * division.computed_s))
+        else:
+            computed.append((GPU, count * _seconds(layer.vram_flops(rows), speeds.gpu)))
+    computed_s = sum(seconds for _, seconds in computed)
+    yield from [(PCIE, copies_s)] if copies_s > computed_s else computed
+
+
+def _division(plan: Plan, layer: MoeWork, speeds: Speeds, tokens: int, chunks: int) -> Division:
+    """The division of a layer's experts in RAM, as in service, by these speeds. The CPU's fit of two costs is the
+    longer of both here."""
+    gpu, nbytes = plan.gpu, layer.expert_bytes
+    if gpu is None or speeds.pcie is None:
+        raise ValueError("only prompts of a plan with a GPU are streamed")
+    per_pair_s = _seconds(layer.expert_flops, speeds.cpu)
+    pairs = tokens * layer.top_k / layer.experts / chunks
+    expert_s = max(0.0, _seconds(nbytes, speeds.ram) - per_pair_s * pairs)
+    experts_s = _seconds(layer.vram_flops(tokens), speeds.gpu) / chunks
+    bits = {(-(-tokens // chunks)).bit_length(): GpuCost(0.0, experts_s)}
+    rates = PrefillRates(_per_s(speeds.pcie), CpuExpertCost(expert_s, per_pair_s), bits)
+    room = min(layer.in_ram, gpu.ring_bytes // BANKS // nbytes)
+    if gpu.prefill == "stream":
+        return Division(room, room * nbytes / rates.copy_bytes_per_s, 0.0, chunks * experts_s)
+    chosen = layer.top_k * layer.in_ram / layer.experts
+    return divide(layer.in_ram, nbytes, tokens, chosen, rates, jobs=chunks, most=room)
+
+
+def _dense_term(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> tuple[str, float]:
+    """Seconds of a step for all but routed experts."""
+    pair_flops = sum(mixer.pair_flops * mixer.seen(first + rows / 2) for mixer in work.spec.mixers)
+    flops = rows * (work.dense_flops + pair_flops)
+    nbytes = work.dense_bytes + _past_bytes(plan, work.spec, first)
+    if speeds.vram is None:
+        return _longer((RAM, _seconds(nbytes, speeds.ram)), (CPU, _seconds(flops, speeds.cpu)))
+    return _longer((VRAM, _seconds(nbytes, speeds.vram)), (GPU, _seconds(flops, speeds.gpu)))
+
+
 def _step_terms(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one step by what takes them, part after part."""
     spec = work.spec
-    pair_flops = sum(mixer.pair_flops * mixer.seen(first + rows / 2) for mixer in spec.mixers)
-    flops = rows * (work.dense_flops + pair_flops)
-    nbytes = work.dense_bytes + _past_bytes(plan, spec, first)
-    if speeds.vram is None:
-        yield _longer((RAM, _seconds(nbytes, speeds.ram)), (CPU, _seconds(flops, speeds.cpu)))
-    else:
-        yield _longer((VRAM, _seconds(nbytes, speeds.vram)), (GPU, _seconds(flops, speeds.gpu)))
+    yield _dense_term(plan, work, speeds, first, rows)
     for layer, count in work.moe.items():
         in_ram = [_longer((RAM, _seconds(layer.ram_bytes(rows), speeds.ram)),
                           (CPU, _seconds(layer.ram_flops(rows), speeds.cpu)))]  # fmt: skip
