@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_engines import Kept, Split, load_split
-from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepLimits
 from proa.engine.executors.executor import Executor
 from proa.native.pool import Pool
 from teacher_forced import all_experts, prompts
@@ -140,6 +140,24 @@ def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> 
         executor.advance(step, units)
         executor.cancel(step)
     assert torch.equal(passed(executor, StepBatch(spans(texts))), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logprobs_of_a_prompt_longer_than_a_chunk(device: str, load: Load) -> None:
+    texts, found = prompts([130, 20]), []
+    for split, rows in ((Split(0.25), 192), (Split(0.25, prefill="stream", ring_bytes=1 << 22), 48)):
+        executor = load("qwen3-moe", split, device, rows=rows)
+        asked = [PromptLogprobs(0, 0, texts[0][1:], 2), PromptLogprobs(1, 130, texts[1][1:], 2)]
+        step = executor.launch(StepBatch(spans(texts), prompt_logprobs=asked), in_parts=True)
+        while not executor.advance(step, 3):
+            pass
+        executor.sample(step, (), ())
+        found.append(executor.wait(step).prompt_logprobs)
+    for span, text in enumerate(texts):
+        assert [len(of[span]) for of in found] == [len(text) - 1] * 2
+        for whole, streamed in zip(found[0][span], found[1][span], strict=True):
+            assert streamed.logprob == pytest.approx(whole.logprob, abs=0.05)
+            assert len(streamed.top) == 2
 
 
 def test_rates_follow_what_is_measured(load: Load) -> None:

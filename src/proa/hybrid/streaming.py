@@ -98,7 +98,7 @@ class _Pass:
         return Times(*sums)
 
 
-def _transfers(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
+def transfers_of(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
     """Copies of the matrices with these ascending numbers to address `to`, one behind the other. Neighbours are copied
     at once if each lies in one piece."""
     if len(pieces) > 1:
@@ -197,7 +197,7 @@ class Streaming:
         if not numbers:
             return
         up, down = self._pieces[layer]
-        transfers = [*_transfers(numbers, up, bank.up), *_transfers(numbers, down, bank.down)]
+        transfers = [*transfers_of(numbers, up, bank.up), *transfers_of(numbers, down, bank.down)]
         one.uploads[at] = self._uploads.start(transfers, self._free[at % BANKS])
         nbytes = sum(transfer.nbytes for transfer in transfers)
         one.nbytes += nbytes
