@@ -1,0 +1,70 @@
+"""`proa bench prefill` with a simulated GPU: a real engine, its frontend in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from proa.cli.main import main
+
+Bench = Callable[..., tuple[int, str, str]]
+TINY = ["--shape=tiny", "--gpu=sim:64MiB,pcie=1GB/s", "--threads=1", "--runs=1"]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["proa", "bench", "prefill", *TINY, *arguments])
+        return main(), *capsys.readouterr()
+
+    return run
+
+
+def test_all_experts_in_ram_are_copied_once(bench: Bench) -> None:
+    code, out, err = bench("--tokens=20,300", "--mode=stream", "--max-batch-tokens=64", "--json")
+    assert code == 0, err
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [found["figures"]["tokens"] for found in results] == [20, 300]
+    for found in results:
+        figures = found["figures"]
+        assert (found["bench"], found["options"]["mode"]) == ("prefill", "stream")
+        assert figures["streamed_share"] == 1.0
+        assert figures["streamed_bytes"] == 2 * 8 * 3 * 64 * 32 * 2, "two layers of 8 experts"
+        assert figures["ttft_s"] >= figures["pcie_s"] > 0
+        assert figures["ttft_s_least"] <= figures["ttft_s"] <= figures["ttft_s_most"]
+        assert figures["tokens_per_s"] == pytest.approx(figures["tokens"] / figures["ttft_s"])
+        assert figures["ring_bytes"] > 0
+        assert any(note.startswith("prefill: stream, ring of") for note in found["notes"])
+
+
+def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
+    code, out, err = bench("--tokens=40", "--cached=64", "--router=zipf")
+    assert code == 0, err
+    assert "How long does a prompt take to its first token? tiny" in out
+    assert "bound ms" in out
+    assert "note: prefill rates: " in out
+
+
+def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
+    code, out, err = bench("--tokens=40", "--mode=cpu", "--json")
+    assert code == 0, err
+    figures = json.loads(out)["figures"]
+    assert (figures["streamed_bytes"], figures["streamed_share"], figures["bound_s"]) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--tokens=1", "--tokens is '1'."),
+        ("--tokens=40,x", "Give numbers from 2 to"),
+        ("--mode=both", "--mode"),
+        ("--gpu=none", "No GPU is used"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(argument: str, words: str, bench: Bench) -> None:
+    code, _, err = bench("--tokens=40", argument)
+    assert code != 0
+    assert words in err
