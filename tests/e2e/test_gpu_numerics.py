@@ -17,9 +17,10 @@ PROMPTS = [[20 + 7 * i] for i in range(24)]
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-async def answers(folder: Path, gpu: str) -> list[Answer | BaseException]:
+async def answers(folder: Path, gpu: str, prefill: str) -> list[Answer | BaseException]:
     """Of the prompts, asked together; then of the first one that failed, again."""
-    async with launched(folder, gpu, expert_placement="uniform") as llm:  # experts that stay where they were put
+    # experts stay where they were put
+    async with launched(folder, gpu, expert_placement="uniform", prefill=prefill) as llm:
         found = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS), return_exceptions=True)
         bad = next((i for i, a in enumerate(found) if isinstance(a, BaseException)), 0)
         found += await asyncio.gather(llm.generate(PROMPTS[bad], PARAMS), return_exceptions=True)
@@ -31,13 +32,16 @@ async def answers(folder: Path, gpu: str) -> list[Answer | BaseException]:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize(("expert", "where"), [(1, "GPU"), (RESIDENT + 2, "CPU")])
-def test_only_requests_of_that_expert_fail(gpu: str, expert: int, where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("expert", "prefill", "where"),
+    [(1, "cpu", "GPU"), (RESIDENT + 2, "cpu", "CPU"), (RESIDENT + 2, "stream", "GPU")],
+)
+def test_only_requests_of_that_expert_fail(gpu: str, expert: int, prefill: str, where: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
-    clean = asyncio.run(answers(folder, gpu))
+    clean = asyncio.run(answers(folder, gpu, prefill))
     assert not any(isinstance(a, BaseException) for a in clean)
     poison(folder, LAYER, expert)
-    got = asyncio.run(answers(folder, gpu))
+    got = asyncio.run(answers(folder, gpu, prefill))
     failed = [a for a in got if isinstance(a, BaseException)]
     assert 0 < len(failed) < len(PROMPTS)
     assert isinstance(got[-1], NumericsError), "it fails again, and the engine lives"
