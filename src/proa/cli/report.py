@@ -14,7 +14,8 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
                   doorbell, fp8_activations, inclusive, device, gpu_only}; none without a GPU; vram: {total_bytes,
                   free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes, dense_read_bytes, kv_bytes,
                   workspace_bytes, graphs_bytes, experts_bytes, spare_bytes, states_bytes, ring_bytes}; blocks, experts,
-                  expert_bytes, owners and resident have one entry per MoE layer; owners: each expert's rank, -1 for the CPU
+                  expert_bytes, owners and resident have one entry per MoE layer; owners: each expert's rank, -1 for
+                  the CPU
                   gpus also have save_counts and trace: paths of output files, or null
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
