@@ -10,8 +10,8 @@ _ALL = 100  # what hypothesis' own profiles make
 
 
 def fewer() -> None:
-    """From here on `examples`, and laws that name no number, make PERCENT of their examples. Before tests are
-    imported."""
+    """Reduce all laws to PERCENT of their examples: those that call `examples`, and those that name no number. Call it
+    before tests are imported."""
     settings.register_profile(SAMPLE, max_examples=PERCENT)
     settings.load_profile(SAMPLE)
 

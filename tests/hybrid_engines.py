@@ -42,7 +42,7 @@ RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at f
 @dataclass(frozen=True)
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
-    has a copy of them as well. prefill: a word of streaming.PREFILL, with a ring of ring_bytes; None: prompts are not
+    has a copy of them as well. prefill: a value of --prefill, with a ring of ring_bytes; None: prompts are not
     streamed."""
 
     share: float

@@ -124,7 +124,7 @@ def test_with_all_experts_it_is_the_dense_model(
 
 @pytest.fixture(scope="module")
 def perplexity_by_transformers(moe: Any, dense: Any, windows: Tensor) -> Callable[[str, int], float]:
-    """Of "moe" or "dense" over so many windows."""
+    """perplexity("moe" or "dense", number of windows), by transformers."""
     return cache(lambda name, count: perplexity({"moe": moe, "dense": dense}[name], windows[:count]))
 
 

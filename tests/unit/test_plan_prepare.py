@@ -227,7 +227,7 @@ def test_unknown_isa_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_process_may_begin_once_ram_is_measured(folder: Path) -> None:
-    """Also if the plan is then refused: whoever began it ends it."""
+    """when_measured is called even if the plan is refused afterwards; its caller must then end the process."""
     events: list[str] = []
 
     def measure(asked: object, machine: object) -> RamRate:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from proa.bench.asked import gpu_of, parse_numbers
 from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid_ask import SETTLING_TOKENS, run_requests
 from proa.bench.hybrid_beside import MOST_TOKENS, ask_beside, beside_figures
@@ -156,10 +157,7 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.config()))
         prepared = prepare(folder, case.engine)
-        gpu = prepared.plan.gpu
-        if gpu is None:
-            why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
-            raise UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")
+        gpu = gpu_of(prepared.plan)
         some = 0 < sum(map(len, gpu.resident)) < sum(gpu.experts)
         if options.router == "drift" and not some:
             raise UsageError(
@@ -245,11 +243,7 @@ def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
 
 def parse_counts(text: str) -> tuple[int, ...]:
     """Parse numbers of requests such as "1,2,4,8". Raises UsageError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REQUESTS for word in words):
-        takes = f"Give numbers from 1 to {MOST_REQUESTS}, separated by commas."
-        raise UsageError(f"--requests is {text!r}.", takes, param="requests")
-    return tuple(dict.fromkeys(map(int, words)))
+    return parse_numbers(text, "requests", 1, MOST_REQUESTS)
 
 
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:

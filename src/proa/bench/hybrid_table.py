@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from proa.bench.result import Result
-from proa.bench.table import number, origin
+from proa.bench.table import notes_of, number, numbers_table, origin
 from proa.obs.units import format_bytes, format_rate
 
 _DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU hits %", "best fixed %", "moved per step")
@@ -47,7 +46,7 @@ _LEGEND = (
 
 def render_hybrid(results: Sequence[Result]) -> Group:
     """Format one row per number of requests, then the bytes read and the bandwidths. `results` must not be empty."""
-    table = _numbers(_COLUMNS)
+    table = numbers_table(_COLUMNS)
     for result in results:
         table.add_row(*_row(result))
     first = results[0]
@@ -56,14 +55,14 @@ def render_hybrid(results: Sequence[Result]) -> Group:
         table,
         _facts(results),
         Text(_LEGEND),
-        *_notes(results),
+        *notes_of(results),
         Text(origin(first), style="dim"),
     )
 
 
 def render_drift(results: Sequence[Result]) -> Group:
     """Format one row per window of tokens and number of requests. `results` must not be empty."""
-    table = _numbers(_DRIFT_COLUMNS)
+    table = numbers_table(_DRIFT_COLUMNS)
     for result in results:
         figures = result.figures
         names = [name.removeprefix("hit_rate_") for name in figures if name.startswith("hit_rate_")]
@@ -82,14 +81,14 @@ def render_drift(results: Sequence[Result]) -> Group:
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         Text(f"tokens until hits reach 90 % of an LRU cache's: {good}"),
-        *_notes(results),
+        *notes_of(results),
         Text(origin(first), style="dim"),
     )
 
 
 def render_beside(results: Sequence[Result]) -> Group:
     """Format one row per number of requests. `results` must not be empty."""
-    table = _numbers(_BESIDE_COLUMNS)
+    table = numbers_table(_BESIDE_COLUMNS)
     for result in results:
         table.add_row(*(number(result.figures[name]) for name in _BESIDE_COLUMNS.values()))
     first = results[0]
@@ -99,21 +98,9 @@ def render_beside(results: Sequence[Result]) -> Group:
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         Text(f"prompt of {number(first.figures['prompt_tokens'])} tokens; {how}. Gap: time between two tokens."),
-        *_notes(results),
+        *notes_of(results),
         Text(origin(first), style="dim"),
     )
-
-
-def _notes(results: Sequence[Result]) -> list[Text]:
-    """Collect the notes of all results without duplicates."""
-    return [Text(f"note: {note}") for note in dict.fromkeys(note for result in results for note in result.notes)]
-
-
-def _numbers(columns: Iterable[str]) -> Table:
-    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
-    return table
 
 
 def _row(result: Result) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from proa.bench.asked import gpu_of, parse_numbers
 from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
@@ -33,7 +34,7 @@ from proa.config.options import (
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import PrefillStats
-from proa.errors import ProaError, UsageError
+from proa.errors import ProaError
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.prepare import Prepared, prepare
@@ -41,7 +42,6 @@ from proa.types import EngineRequest, Sampling
 from proa.weights.frequencies import ROUTERS
 
 QUESTION = "How long does a prompt take to its first token?"
-LENGTHS = ("uniform", "zipf")
 MOST_PROMPT = 1 << 20
 
 
@@ -70,7 +70,7 @@ class PrefillOptions:
     )
     router: str = option(
         "uniform", help="routing; uniform: all experts equally likely; zipf: a few hot experts",
-        choices=tuple(word for word in ROUTERS if word in LENGTHS), common=True,
+        choices=tuple(word for word in ROUTERS if word != "drift"), common=True,
     )  # fmt: skip
     mode: str = option(
         "auto", help="what computes the experts in RAM: as --prefill of `proa serve`",
@@ -95,25 +95,13 @@ class _Run:
 def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
     """Load the model, then measure each length and `report` each result. Raises ProaError."""
     notes, shape = busy_notes(), MODEL_SHAPES[options.shape].cut(options.layers)
-    lengths = parse_lengths(options.tokens)
+    lengths = parse_numbers(options.tokens, "tokens", 2, MOST_PROMPT)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
         prepared = prepare(folder, _engine_options(options, shape, lengths))
-        gpu = prepared.plan.gpu
-        if gpu is None:
-            why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
-            raise UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")
+        gpu = gpu_of(prepared.plan)
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
         asyncio.run(_measure_all(options, shape, lengths, prepared, rates, notes, report))
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Parse numbers of tokens such as "128,512". Raises UsageError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 2 <= int(word) <= MOST_PROMPT for word in words):
-        takes = f"Give numbers from 2 to {MOST_PROMPT}, separated by commas."
-        raise UsageError(f"--tokens is {text!r}.", takes, param="tokens")
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequence[int]) -> EngineOptions:
@@ -190,14 +178,12 @@ async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> fl
 def _figures(
     options: PrefillOptions, prepared: Prepared, rates: GpuRates | None, tokens: int, runs: Sequence[_Run]
 ) -> dict[str, float | None]:
-    plan = prepared.plan
-    if plan.gpu is None:
-        raise ValueError("this plan has no GPU")
+    plan, gpu = prepared.plan, gpu_of(prepared.plan)
     one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
     now = runs[-1].after
-    copies = now.copy_bytes_per_s or plan.gpu.pcie_bytes_per_s or 0.0
+    copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
     upload = copies if rates is None else rates.upload
-    shape = Shape.of(prepared.declared.spec, plan.gpu)
+    shape = Shape.of(prepared.declared.spec, gpu)
     flops = None if rates is None else rates.products
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
@@ -227,6 +213,6 @@ def _figures(
         "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
         "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
         "flops_per_s": flops,
-        "ring_bytes": float(plan.gpu.ring_bytes),
+        "ring_bytes": float(gpu.ring_bytes),
         "max_batch_tokens": float(plan.max_batch_tokens),
     }

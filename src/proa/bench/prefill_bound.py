@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from proa.engine.stats import PrefillStats
-from proa.machine.cost.prefill import CpuExpertCost, PrefillRates, divide
+from proa.machine.cost.prefill import CpuExpertCost, PrefillRates, divisions
 from proa.models.mixers import Attention, LatentAttention, Mixer
 from proa.models.ranks import CPU
 from proa.models.spec import Model
@@ -44,7 +44,8 @@ class Shape:
 
 
 def _attended(mixer: Mixer) -> tuple[int, int | None]:
-    """What a (query, key) pair costs in multiplications, and the window."""
+    """Multiplications per (query, key) pair, the least of any method (Mixer.pair_flops: of our kernels), and the
+    window."""
     match mixer:
         case Attention():
             return 2 * mixer.heads * mixer.head_dim, mixer.window
@@ -66,8 +67,8 @@ def bound_s(
     computed_s = 0.0 if flops_per_s is None else shape.flops(tokens, cached) / flops_per_s / max(1, len(shape.layers))
     total_s = 0.0
     for experts, in_ram, nbytes, top_k in shape.layers:
-        best = divide(in_ram, nbytes, tokens, top_k * in_ram / experts, PrefillRates(upload, cost))
-        total_s += max(best.copies_s, best.cpu_s, computed_s)
+        found = divisions(in_ram, nbytes, tokens, top_k * in_ram / experts, PrefillRates(upload, cost))
+        total_s += max(computed_s, min(division.seconds for division in found))
     return total_s
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from proa.bench.result import Result
-from proa.bench.table import number, origin
+from proa.bench.table import notes_of, number, numbers_table, origin
 from proa.obs.units import format_bytes, format_rate
 
 _COLUMNS = (
@@ -25,9 +23,7 @@ _LEGEND = (
 
 def render_prefill(results: Sequence[Result]) -> Group:
     """Format one row per length. `results` must not be empty."""
-    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = numbers_table(_COLUMNS)
     for found in results:
         table.add_row(*_row(found.figures))
     first, last = results[0], results[-1].figures
@@ -36,10 +32,9 @@ def render_prefill(results: Sequence[Result]) -> Group:
         f"upload {format_rate(upload)}, in service {format_rate(in_service)}; the CPU: {number(last['cpu_expert_us'])} "
         f"us per expert and {number(last['cpu_pair_us'])} us per token of it; ring {format_bytes(ring)}"
     )
-    notes = dict.fromkeys(note for found in results for note in found.notes)
     return Group(
         Text(f"{first.question} {first.model}", style="bold"), table, Text(rates), Text(_LEGEND),
-        *(Text(f"note: {note}") for note in notes), Text(origin(first), style="dim"),
+        *notes_of(results), Text(origin(first), style="dim"),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from rich import box
@@ -78,3 +79,16 @@ def origin(result: Result) -> str:
     machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
     version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
     return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"
+
+
+def notes_of(results: Sequence[Result]) -> list[Text]:
+    """Collect the notes of all results without duplicates."""
+    return [Text(f"note: {note}") for note in dict.fromkeys(note for result in results for note in result.notes)]
+
+
+def numbers_table(columns: Iterable[str]) -> Table:
+    """A table of right-aligned columns."""
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    return table

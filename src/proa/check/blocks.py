@@ -26,7 +26,7 @@ _PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Both:
-    """The same rows in float32, and in the type of activations."""
+    """Rows that were computed twice: in float32, and in the dtype of activations."""
 
     exact: Tensor
     rough: Tensor

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-import msgspec
+from rich.console import Group
 
 from proa.bench.hybrid import HybridOptions
 from proa.bench.hybrid import run as measure
 from proa.bench.hybrid_table import render_beside, render_drift, render_hybrid
 from proa.bench.result import Result
+from proa.cli.bench_output import print_each
 from proa.config.field import option
 from proa.config.parse import parse
-from proa.obs.console import console_out, write_out
 
 SUMMARY = "decode with experts on a GPU and the CPU: tokens/s by number of requests, where the time goes, the roof"
 
@@ -30,11 +31,10 @@ class HybridCommand:
 
 def run(argv: Sequence[str]) -> int:
     options = parse(HybridCommand, argv, prog="proa bench hybrid", summary=SUMMARY).options
-    if options.json:
-        measure(options.bench, lambda found: write_out(msgspec.json.encode(found).decode() + "\n"))
-        return 0
-    results: list[Result] = []
-    measure(options.bench, results.append)
-    tables = {"hybrid": render_hybrid, "hybrid-drift": render_drift, "hybrid-beside": render_beside}
-    console_out().print(tables[results[0].bench](results))
+    print_each(partial(measure, options.bench), _rendered, as_json=options.json)
     return 0
+
+
+def _rendered(results: Sequence[Result]) -> Group:
+    tables = {"hybrid": render_hybrid, "hybrid-drift": render_drift, "hybrid-beside": render_beside}
+    return tables[results[0].bench](results)

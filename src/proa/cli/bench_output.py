@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import msgspec
+from rich.console import RenderableType
+
 from proa.bench.result import Result
 from proa.bench.table import render
 from proa.config.options import EngineOptions
@@ -19,6 +24,19 @@ def refuse_engine_options(url: str | None, engine: EngineOptions) -> None:
             f"{names} has no effect on the running server at {url}.",
             "Leave out --url, or start the server with these options.",
         )
+
+
+def print_each(
+    measure: Callable[[Callable[[Result], None]], None], render: Callable[[Sequence[Result]], RenderableType], *,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print the results that `measure` reports: one JSON object per line, as they come, or one table at the end."""
+    if as_json:
+        measure(lambda found: write_out(msgspec.json.encode(found).decode() + "\n"))
+        return
+    results: list[Result] = []
+    measure(results.append)
+    console_out().print(render(results))
 
 
 def print_result(result: Result, *, as_json: bool) -> int:

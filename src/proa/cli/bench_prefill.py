@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from functools import partial
 
 from proa.bench.prefill import PrefillOptions
 from proa.bench.prefill import run as measure
 from proa.bench.prefill_table import render_prefill
-from proa.bench.result import Result
+from proa.cli.bench_output import print_each
 from proa.config.field import option
 from proa.config.parse import parse
-from proa.obs.console import console_out, write_out
 
 SUMMARY = "prompts with experts on a GPU and in RAM: time to first token by length, the bound, what was streamed"
 
@@ -28,10 +26,5 @@ class PrefillCommand:
 
 def run(argv: Sequence[str]) -> int:
     options = parse(PrefillCommand, argv, prog="proa bench prefill", summary=SUMMARY).options
-    if options.json:
-        measure(options.bench, lambda found: write_out(msgspec.json.encode(found).decode() + "\n"))
-        return 0
-    results: list[Result] = []
-    measure(options.bench, results.append)
-    console_out().print(render_prefill(results))
+    print_each(partial(measure, options.bench), render_prefill, as_json=options.json)
     return 0

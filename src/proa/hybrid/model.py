@@ -62,7 +62,7 @@ class PromptParts:
     uploads: Uploads[Any]
     ring_bytes: int
     rates: PrefillRates
-    mode: str  # a word of streaming.PREFILL
+    mode: str  # a value of --prefill
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from proa.hybrid.layer_memory import LayerMemory
-
-BANKS = 2
-ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ class Ring:
 
     def __init__(self, layers: Sequence[LayerMemory], nbytes: int, device: torch.device) -> None:
         """nbytes: of both banks."""
-        self.bank_bytes = nbytes // BANKS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._memory = torch.empty(BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
-        self._banks = [[self._bank(layer, bank) for bank in range(BANKS)] for layer in layers]
+        self.bank_bytes = nbytes // RING_BANKS // RING_ALIGNMENT_BYTES * RING_ALIGNMENT_BYTES
+        self._memory = torch.empty(RING_BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
+        self._banks = [[self._bank(layer, bank) for bank in range(RING_BANKS)] for layer in layers]
 
     def _bank(self, layer: LayerMemory, bank: int) -> Bank:
         shape, first = layer.shape, self._memory[bank].data_ptr()

@@ -27,20 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.hybrid.ring import BANKS, Ring
+from proa.hybrid.ring import Ring
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
 from proa.machine.cost.prefill import Division, PrefillRates, divide
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.native.weights import Piece
-
-PREFILL = ("auto", "cpu", "stream")  # values of --prefill
+from proa.ops.sizes import RING_BANKS as BANKS
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How experts in RAM are computed for prompts: a word of PREFILL. top_k: of the model's layers."""
+    """mode: what computes experts in RAM for prompts, a value of --prefill. top_k: the largest of the model's
+    layers."""
 
     mode: str
     top_k: int
@@ -83,6 +83,7 @@ class _Pass:
     chunks: int
     experts: list[list[int]]  # to be copied, by layer
     divisions: list[Division]
+    before: Counters  # of the CPU's jobs when the pass began
     at: int = 0  # position in the order of layers
     left: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class _Pass:
     marks: list[Any] = field(default_factory=list)
 
     def times(self) -> Times:
-        """Of a pass all of whose launches have ended."""
+        """Add up the times between the marks. All launches of the pass must have ended."""
         sums, marks = [0.0] * len(Times._fields), self.marks
         for i in range(1, len(marks)):
             sums[(i - 1) % len(sums)] += marks[i].seconds_since(marks[i - 1])
@@ -130,7 +131,6 @@ class Streaming:
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
         self._active = False
-        self._before: Counters | None = None  # the CPU's counters when the pass began
 
     @property
     def under_way(self) -> bool:
@@ -158,8 +158,7 @@ class Streaming:
         """
         divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
         experts = [self._hottest(i, of.streamed, heat) for i, of in zip(self._streamed, divisions, strict=True)]
-        self._pass = one = _Pass(tokens, chunks, experts, divisions, left=chunks)
-        self._before = counters
+        self._pass = one = _Pass(tokens, chunks, experts, divisions, counters, left=chunks)
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
         self.totals.streamed += sum(map(len, experts))
@@ -252,9 +251,8 @@ class Streaming:
 
     def measure(self, counters: Counters) -> None:
         """Update the rates by the last pass, all of whose launches have ended. counters: see `begin`."""
-        one, before = self._launched, self._before
-        self._launched = None
-        if one is None or before is None:
+        one, self._launched = self._launched, None
+        if one is None:
             return
         seconds = [upload.seconds() for upload in one.uploads.values()]
         if None in seconds:
@@ -262,9 +260,9 @@ class Streaming:
         copy_s = sum(second for second in seconds if second is not None)
         self.rates = self.rates.after_copies(one.nbytes, copy_s)
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
-        if counters.jobs - before.jobs != jobs:
+        if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
-        times, cpu_s, took_s = one.times(), counters.moe_s - before.moe_s, time.perf_counter() - one.began_s
+        times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
         each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
         self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         self.rates = self.rates.after_launches(each, launches, times.own, times.experts)

@@ -329,7 +329,7 @@ class GatedDeltaNet(_Mixer):
 
     @property
     def row_flops(self) -> int:
-        """Of a head's state: decayed, read by the key, updated, read by the query."""
+        """Each head's state decays, is multiplied by the key, updated, and multiplied by the query."""
         return 7 * self.value_heads * self.key_dim * self.value_dim
 
     @property
@@ -405,7 +405,7 @@ class LatentAttention(_Mixer):
 
     @property
     def pair_flops(self) -> int:
-        """Of queries and keys among latents, as the kernels compute it."""
+        """Scores and weighted values are products with latents, as the kernels compute them."""
         return 2 * self.heads * (2 * self.rank + self.rope.dim)
 
     @property

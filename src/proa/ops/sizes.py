@@ -22,6 +22,8 @@ E4M3_CAPABILITY = 89  # first compute capability that converts E4M3, and whose t
 E4M3_COLUMNS = 128  # columns per scale of rows that are rounded to E4M3, if a row has several
 MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before the device is known
 
+RING_BANKS = 2  # of the ring for experts that are copied in for a prompt: one layer is read while the next arrives
+RING_ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels

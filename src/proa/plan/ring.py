@@ -10,16 +10,15 @@ from proa.config.options import EngineOptions
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
+from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
 from proa.plan.placement import MoeLayer
 from proa.types import Decision
 
-BANKS = 2  # of the ring: one layer is read while the next arrives
 LEAST_EXPERTS = 4  # in a bank, below which a ring is not worth its VRAM
 MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident experts otherwise,
 MOST_OF_EXPERTS = 0.25  # and of the VRAM that is left for experts
 ROWS_SHARE = 0.02  # of the usable VRAM, for the rows of a long prompt
 PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
-ALIGNMENT_BYTES = 256  # of an expert in the ring
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,15 @@ def plan_ring(
         return RingPlan(why="--deterministic: an expert must be computed by the same kernel in every prompt")
     if options.scheduler.prefill_share == 0:
         return RingPlan(why="--prefill-share 0: prompts share steps with decode")
-    largest = max(_slot_bytes(layer) * layer.experts for layer in layers)
+    largest, expert_bytes = max(of.total_bytes for of in layers), max(of.expert_bytes for of in layers)
     room_bytes = int(min(MOST_SHARE * budget_bytes, MOST_OF_EXPERTS * max(0, left_bytes)))
-    nbytes = min(BANKS * largest, room_bytes)
-    if nbytes < BANKS * LEAST_EXPERTS * max(map(_slot_bytes, layers)):
+    nbytes = min(RING_BANKS * _aligned(largest), room_bytes)
+    if nbytes < RING_BANKS * LEAST_EXPERTS * expert_bytes:
         return RingPlan(why=f"a ring of {format_bytes(room_bytes)}, as VRAM allows, would hold too few experts")
     tokens = max(batch_tokens, min(PASS_TOKENS, context_tokens))
     while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens) > ROWS_SHARE * budget_bytes:
         tokens = max(batch_tokens, tokens // 2)
-    per_bank = nbytes // BANKS // max(map(_slot_bytes, layers))
+    per_bank = nbytes // RING_BANKS // expert_bytes
     why = f"up to {per_bank} experts of a layer are copied to the GPU while it computes the layer before"
     return RingPlan(nbytes, tokens, _rows_bytes(spec, options, tokens, batch_tokens) + _tables_bytes(layers), why)
 
@@ -71,8 +70,8 @@ def ring_row(asked: str, got: RingPlan) -> Decision:
     return Decision("prefill", asked, size, f"{got.why}; {rest}")
 
 
-def _slot_bytes(layer: MoeLayer) -> int:
-    return -(-layer.expert_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // RING_ALIGNMENT_BYTES) * RING_ALIGNMENT_BYTES
 
 
 def _tables_bytes(layers: Sequence[MoeLayer]) -> int:

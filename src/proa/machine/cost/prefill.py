@@ -114,12 +114,22 @@ def divide(
     experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, *,
     jobs: int = 1, most: int | None = None,
 ) -> Division:  # fmt: skip
-    """Divide `experts` in RAM, of which each token chooses `chosen_per_token` on average, all alike; at most `most` are
-    streamed. Of divisions that are about equally fast, the one with the most copies: their rate varies less than the
-    CPU's."""
+    """Of the divisions that are about as fast as the fastest, the one with the most copies: their rate varies less than
+    the CPU's. most: experts that may be streamed. For the other arguments see `divisions`."""
+    found = divisions(experts, expert_bytes, tokens, chosen_per_token, rates, jobs)
+    found = found if most is None else found[: most + 1]
+    fast_s = ABOUT * min(division.seconds for division in found)
+    return max((division for division in found if division.seconds <= fast_s), key=lambda division: division.streamed)
+
+
+def divisions(
+    experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, jobs: int = 1
+) -> list[Division]:
+    """All divisions of `experts` in RAM, the one without copies first. Each token chooses `chosen_per_token` of these
+    experts on average, all alike. jobs: see CpuExpertCost.seconds."""
     share = min(1.0, chosen_per_token / experts) if experts else 0.0
-    per_job = tokens / jobs
-    read = 1 - (1 - share) ** per_job  # the share of experts that a job's tokens choose at all
+    read = 1 - (1 - share) ** (tokens / jobs)  # the share of experts that a job's tokens choose at all
+    gpu = rates.gpu(-(-tokens // jobs))
 
     def at(streamed: int) -> Division:
         left = experts - streamed
@@ -127,8 +137,4 @@ def divide(
         cpu_s = rates.cpu.seconds(left * read, left * share * tokens, jobs)
         return Division(streamed, copies_s, cpu_s, jobs * gpu.own_s + max(cpu_s, jobs * gpu.experts_s))
 
-    gpu = rates.gpu(-(-tokens // jobs))
-    candidates = range((experts if most is None else min(most, experts)) + 1)
-    found = [at(streamed) for streamed in candidates]
-    fast_s = ABOUT * min(division.seconds for division in found)
-    return max((division for division in found if division.seconds <= fast_s), key=lambda division: division.streamed)
+    return [at(streamed) for streamed in range(experts + 1)]
