@@ -117,6 +117,13 @@ def sums(ops: DeviceOps, rng: torch.Generator) -> dict[str, Tensor]:
         outs[f"{name} added"] = found.add(x.clone())
         total, normed = found.add_norm(x.clone(), Norm(torch.ones(hidden, dtype=torch.bfloat16), 1e-6))
         outs |= {f"{name} total": total, f"{name} normed": normed, f"{name} records": records.clone()}
+    total: Tensor | None = None
+    at, x = Located(ids, address, address, ids), rand(rng, tokens, hidden)
+    for group in range(3):  # experts that are computed one group after the other
+        mine = torch.where(torch.arange(top_k) == group, address, 0)
+        faults = LayerFaults(Notes(records), 7)
+        total = ops.add_experts(partial, weights, Located(at.ids, mine, mine, ids), total, faults, x)
+        outs |= {f"sum of {group + 1} groups": total.clone(), f"records of {group + 1} groups": records.clone()}
     return outs
 
 

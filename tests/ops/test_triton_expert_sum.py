@@ -55,6 +55,14 @@ def test_alone(given: tuple[str, ...], shape: tuple[int, int, int], rng: torch.G
     assert torch.equal(of.sum.total(), out)
 
 
+@pytest.mark.parametrize("given", [(), ("cpu",)])
+def test_parts_of_a_sum_are_float32(given: tuple[str, ...], rng: torch.Generator, device: torch.device) -> None:
+    of = case(given, (3, 4, 700), rng, device)
+    out = poisoned(*of.want.shape).float().to(device) if of.sum.added.cpu is None else of.sum.added.cpu
+    combine(of.sum.partial, of.sum.weights, of.sum.address, of.sum.added, Into(out))
+    assert_within(out, of.want, of.error)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("most_columns", [expert_sum.MOST_COLUMNS, 512], ids=["in one", "in two"])
 @pytest.mark.parametrize("given", [(), ("cpu", "shared", "gate")])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.machine.cost.prefill import ABOUT, CpuExpertCost, PrefillRates, divide, fitted_cost
+from proa.machine.cost.prefill import ABOUT, CpuExpertCost, PrefillRates, divide, divisions, fitted_cost
 
 MIB = 1 << 20
 RATES = st.builds(
@@ -22,9 +22,7 @@ def test_no_other_division_is_faster(
 ) -> None:  # fmt: skip
     got = divide(experts, mib * MIB, tokens, min(top_k, experts), rates, jobs=jobs)
     ends_s = max(got.copies_s, got.cpu_s)
-    for most in range(experts + 1):
-        other = divide(experts, mib * MIB, tokens, min(top_k, experts), rates, jobs=jobs, most=most)
-        assert other.streamed <= most
+    for other in divisions(experts, mib * MIB, tokens, min(top_k, experts), rates, jobs):
         assert ends_s <= max(other.copies_s, other.cpu_s) * (ABOUT + 1e-9)
 
 

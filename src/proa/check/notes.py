@@ -6,6 +6,7 @@ graph or made at once. Each place is a name such as "norm1.3.x"; the constants b
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -128,10 +129,10 @@ class _WatchedMoe(Moe):
     def __init__(self, of: Moe, notes: Notes, before: str) -> None:
         self._of, self._notes, self._before = of, notes, before
 
-    def __call__(
+    def parts(
         self, x: Tensor, y: Tensor | Unsummed | None, norm: RmsNorm, slots: Tensor
-    ) -> tuple[Tensor, Tensor | Unsummed]:  # fmt: skip
-        x, sums = self._of(x, y, norm, slots)
+    ) -> Generator[None, None, tuple[Tensor, Tensor | Unsummed]]:
+        x, sums = yield from self._of.parts(x, y, norm, slots)
         self._notes.note(self._before, x)
         return x, sums
 

@@ -132,6 +132,9 @@ class GpuExperts:
     def waits(self, x: Tensor) -> Bell | None:
         return self.residency.bell if self._ops.sums_beside_bell(*x.shape) else None
 
+    def add(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, total: Tensor | None) -> Tensor:
+        return self._ops.add_experts(self._space.partial, weights, at, total, self._faults, x)
+
     def finish(
         self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added
     ) -> Unsummed:  # fmt: skip

@@ -157,10 +157,13 @@ class HybridModel:
         ring = Ring(memories, prompts.ring_bytes, self._device)
         asked = Asked(prompts.mode, top_k)
         self.streaming = streaming = Streaming(memories, tables, ring, prompts.uploads, prompts.rates, asked)
-        for number, (layer, residency) in enumerate(zip(self.layers, streaming.overlay.residency, strict=True)):
+        for number, layer in enumerate(self.layers):
             if layer.memory.cpu_computes and self.transport is not None:
-                residency = replace(residency, bell=self.transport.bell(layer.layer))
-                layer.stream(parts.experts(layer.memory, residency, faults.of(number)), streaming)
+                sets = ring.groups(number, len(layer.memory.in_ram))
+                tables_of = [residency[number] for residency in streaming.overlay.residency[:sets]]
+                whole = replace(tables_of[0], bell=self.transport.bell(layer.layer))
+                one, *groups = (parts.experts(layer.memory, of, faults.of(number)) for of in (whole, *tables_of))
+                layer.stream(one, groups, streaming)
 
     def begin_pass(self, tokens: int, chunks: int) -> None:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
@@ -168,6 +171,11 @@ class HybridModel:
         if self.streaming is not None:
             heat = None if self.moves is None else self.moves.heat.heat
             self.streaming.begin(tokens, chunks, heat, self.counters())
+
+    def pause_pass(self) -> None:
+        """Other steps may be launched before the next part."""
+        if self.streaming is not None:
+            self.streaming.pause()
 
     def end_pass(self) -> None:
         """The step in parts was launched whole, or was given up after all launches ended."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
+from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS, ring_groups
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Bank:
 
 
 class Ring:
-    """Two banks, used by layers in turn: while kernels read one layer's experts in one bank, those of the next layer
-    arrive in the other. A bank holds as many experts of a layer as fit: experts of any size."""
+    """Two banks, used in turn: while kernels read experts in one bank, the next ones arrive in the other. A bank holds
+    as many experts of a layer as fit: experts of any size, and one group of them if not all fit."""
 
     def __init__(self, layers: Sequence[LayerMemory], nbytes: int, device: torch.device) -> None:
-        """nbytes: of both banks."""
+        """nbytes: of both banks. Raises ValueError if a bank holds no expert of some layer."""
         self.bank_bytes = nbytes // RING_BANKS // RING_ALIGNMENT_BYTES * RING_ALIGNMENT_BYTES
         self._memory = torch.empty(RING_BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
         self._banks = [[self._bank(layer, bank) for bank in range(RING_BANKS)] for layer in layers]
@@ -43,7 +43,14 @@ class Ring:
         shape, first = layer.shape, self._memory[bank].data_ptr()
         up_bytes, down_bytes = shape.up.matrix_bytes, shape.down.matrix_bytes
         room = min(layer.experts, self.bank_bytes // (up_bytes + down_bytes))
+        if room < 1:
+            raise ValueError(f"a bank of {self.bank_bytes} bytes holds no expert of {up_bytes + down_bytes} bytes")
         return Bank(first, first + room * up_bytes, up_bytes, down_bytes, room)
+
+    def groups(self, layer: int, experts: int) -> int:
+        """Number of groups in which so many experts of the layer are in a bank one after the other; 1 for none."""
+        bank = self._banks[layer][0]
+        return ring_groups(experts, bank.up_bytes + bank.down_bytes, self.bank_bytes)
 
     def bank(self, layer: int, number: int) -> Bank:
         """Bank `number` as the layer uses it."""

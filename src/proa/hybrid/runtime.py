@@ -4,6 +4,7 @@ meanwhile, and both are summed in float32. Never: placement, kernels, synchronis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +31,10 @@ class DeviceExperts(Protocol):
         """Start the GPU's experts on x [T, hidden], all that reads their weights; return what only `finish` may
         read."""
 
+    def add(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, total: Tensor | None) -> Tensor:
+        """Weighted sum of the GPU's experts that were started plus `total`, float32 [T, hidden], to which it may be
+        written. Non-finite rows are recorded."""
+
     def waits(self, x: Tensor) -> Bell | None:
         """The doorbell at which `finish` waits for the CPU's sum itself; None: the caller must pull the sum first."""
 
@@ -46,20 +51,35 @@ class Streamed(Protocol):
     def active(self) -> bool:
         """Whether launches belong to a pass now."""
 
+    @property
+    def groups(self) -> int:
+        """Number of groups in which the layer's experts are in the ring one after the other."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the CPU gets its pairs of the chunk under way with the group under way."""
+
     def join(self) -> None:
-        """Make the next launches wait for the copies of this layer."""
+        """Make the next launches wait for the copies of this group."""
 
     def leave(self) -> None:
-        """The device's experts have been launched for one chunk."""
+        """The device's experts of the group have been launched for one chunk."""
 
     def summed(self) -> None:
-        """The wait for the CPU's sum of the chunk has been launched."""
+        """The wait for the CPU's sum of a chunk has been launched."""
+
+    def collect(self, later: Callable[[], None] | None = None) -> None:
+        """Launch the wait for the CPU's sum of the last chunk that was handed over, if that was not done. later: the
+        same for a chunk that is handed over now."""
 
 
 class NotStreamed:
     """The layer has no part in passes."""
 
-    active = False
+    active, groups, hands_over = False, 1, True
+
+    def collect(self, later: Callable[[], None] | None = None) -> None:
+        pass
 
     def join(self) -> None:
         pass
@@ -82,15 +102,17 @@ class HybridExperts:
         self._device: DeviceExperts | None = None
         self._transport: Transport | None = None
         self._in_pass: DeviceExperts | None = None
+        self._in_groups: Sequence[DeviceExperts] = ()
         self._streamed: Streamed = NOT_STREAMED
 
     def bind(self, device: DeviceExperts, transport: Transport | None, layer: int) -> None:
         """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell."""
         self._device, self._transport, self.layer = device, transport, layer
 
-    def stream(self, device: DeviceExperts, streamed: Streamed) -> None:
-        """Take part in passes; device: the device's part of the layer in them."""
-        self._in_pass, self._streamed = device, streamed
+    def stream(self, device: DeviceExperts, groups: Sequence[DeviceExperts], streamed: Streamed) -> None:
+        """Take part in passes. device: the device's part of the layer in them, if the ring holds all its streamed
+        experts at once; groups: for each group, if it does not."""
+        self._in_pass, self._in_groups, self._streamed = device, groups, streamed
 
     @property
     def residency(self) -> Residency:
@@ -98,13 +120,18 @@ class HybridExperts:
 
     @property
     def _bound(self) -> DeviceExperts:
-        device = self._in_pass if self._streamed.active else self._device
+        device = self._device
+        if self._streamed.active:
+            device = self._in_pass if self._streamed.groups == 1 else self._in_groups[0]
         if device is None:
             raise ValueError("these experts are not bound to a device; call bind() first")
         return device
 
-    def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway:
+    def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway | InGroups:
         device, weights = self._bound, chosen.weights
+        if self._streamed.active and self._streamed.groups > 1 and self._transport is not None:
+            groups = self._in_groups[: self._streamed.groups]
+            return InGroups(groups, self._streamed, self._transport, self.layer, x, chosen)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if self._transport is not None and not at.handed_over:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
@@ -136,6 +163,9 @@ class HybridUnderway:
         self._device, self._transport, self._streamed = device, transport, streamed
         self._at, self._weights, self._started, self._x = at, weights, started, x
 
+    def groups(self) -> Iterator[None]:
+        return iter(())
+
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         added = Added(self._of_cpu(), shared, gate)
         self._streamed.summed()
@@ -150,3 +180,57 @@ class HybridUnderway:
         out = self._x.new_empty(self._x.shape, dtype=torch.float32)
         self._transport.pull(out)
         return out
+
+
+class InGroups:
+    """A chunk's experts of a layer whose streamed experts do not fit in the ring at once: they are computed group by
+    group, and added up in float32.
+
+    The CPU's block holds one job, so a chunk is handed over only after the sum of the one before was taken. Chunks are
+    therefore handed over with different groups (`Streamed.hands_over`): the CPU computes while all groups are copied.
+    """
+
+    def __init__(
+        self, devices: Sequence[DeviceExperts], streamed: Streamed, transport: Transport, layer: int, x: Tensor,
+        chosen: Chosen,
+    ) -> None:  # fmt: skip
+        """devices: of each group."""
+        self._devices, self._streamed, self._transport, self._layer = devices, streamed, transport, layer
+        self._x, self._chosen = x, chosen
+        self._total: Tensor | None = None  # float32 [T, hidden], of what was added up so far
+        self._waits = False  # the CPU's sum is not in the total yet
+        self._last: tuple[Tensor | None, Located] | None = None  # what was started of the last group
+
+    def groups(self) -> Iterator[None]:
+        chosen, x = self._chosen, self._x
+        first = self._devices[0].locate(chosen.ids) if chosen.at is None else chosen.at
+        for number, device in enumerate(self._devices):
+            if number:
+                yield
+            at = device.locate(chosen.ids) if number else first
+            if self._streamed.hands_over:
+                self._streamed.collect(self._take)
+                self._transport.push(x, first.cpu, chosen.weights, first.up, self._layer)
+                self._waits = True
+            self._streamed.join()
+            started = device.start(x, at, chosen.weights)
+            self._streamed.leave()
+            if number == len(self._devices) - 1:
+                self._last = started, at
+            else:
+                self._total = device.add(started, x, at, chosen.weights, self._total)
+
+    def _take(self) -> None:
+        """Add the CPU's sum."""
+        of_cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
+        self._transport.pull(of_cpu)
+        self._total = of_cpu if self._total is None else self._total.add_(of_cpu)
+        self._waits = False
+
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
+        if self._last is None:
+            raise ValueError("groups() must be exhausted before finish()")
+        if self._waits:
+            self._streamed.collect()
+        (started, at), device = self._last, self._devices[-1]
+        return device.finish(started, self._x, at, self._chosen.weights, Added(self._total, shared, gate))

@@ -44,6 +44,15 @@ class SimExperts:
     def waits(self, x: Tensor) -> Bell | None:
         return None
 
+    def add(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, total: Tensor | None) -> Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32) if total is None else total
+        if started is None:
+            return total
+        after = total + started
+        if not bool(after.isfinite().all()):
+            self._note(after, {INPUT: x}, started, at)
+        return after
+
     def finish(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
         if isinstance(added.cpu, Bell):
             raise TypeError("a simulated GPU does not wait at a doorbell: pull the CPU's sum first")

@@ -3,13 +3,14 @@ to the ring, and the GPU computes them; the CPU computes the others meanwhile. B
 and launches in a pass. Never: the division (machine/cost/prefill.py), kernels, chunks of the prompt (engine/executors).
 
 A pass computes a prefill step layer by layer, each layer for all chunks of the step, so that an expert crosses PCIe
-once. Layers use the ring's two banks in turn. The order on the device, for layer n in bank b:
+once. The experts of a layer are one group, or several if a bank of the ring does not hold them all. Groups use the two
+banks in turn. The order on the device, for group n in bank b:
 
-    copies      after the last launch that reads bank b (layer n - 2): the experts of layer n
-    launches    once: the tables of the pass, before the first copy; for each chunk of layer n: pairs are located, and
+    copies      after the last launch that reads bank b (group n - 2): the experts of group n
+    launches    once: the tables of the pass, before the first copy; for each chunk of group n: pairs are located, and
                 the CPU's are pushed; wait for the copies; the GPU's experts; the CPU's sum
 
-Copies of a layer thus run beside the launches of the layer before it, and the copy engine never waits for routing. The
+Copies of a group thus run beside the launches of the group before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
 CPU's. During a pass no expert moves (moves.py), so no table of either kind gets stale.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -74,28 +75,47 @@ class Times(NamedTuple):
     cpu: float
 
 
+OWN, WAITED, EXPERTS, OF_CPU = range(4)  # fields of Times: what the device did before a mark
+
+
+@dataclass(frozen=True)
+class Group:
+    """Experts of a layer that are in a bank together. number, of: of so many groups of the layer."""
+
+    layer: int
+    number: int
+    of: int
+    experts: list[int]
+
+
+def groups_of(layer: int, experts: Sequence[int], count: int) -> list[Group]:
+    """Divide the experts into `count` groups, as equal as possible."""
+    cuts = [len(experts) * i // count for i in range(count + 1)]
+    return [Group(layer, i, count, list(experts[cuts[i] : cuts[i + 1]])) for i in range(count)]
+
+
 @dataclass
 class _Pass:
-    """A pass under way. left: chunks of the layer under way that were not launched yet. marks: at the pass's begin;
-    then for each layer and chunk before and after the wait for copies, after the experts, after the CPU's sum."""
+    """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
+    then with what the device did since the mark before."""
 
     tokens: int
     chunks: int
-    experts: list[list[int]]  # to be copied, by layer
+    groups: list[Group]
     divisions: list[Division]
     before: Counters  # of the CPU's jobs when the pass began
-    at: int = 0  # position in the order of layers
+    at: int = 0  # the group under way
     left: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)
     nbytes: int = 0
     began_s: float = field(default_factory=time.perf_counter)
-    marks: list[Any] = field(default_factory=list)
+    marks: list[tuple[int, Any]] = field(default_factory=list)
 
     def times(self) -> Times:
         """Add up the times between the marks. All launches of the pass must have ended."""
-        sums, marks = [0.0] * len(Times._fields), self.marks
-        for i in range(1, len(marks)):
-            sums[(i - 1) % len(sums)] += marks[i].seconds_since(marks[i - 1])
+        sums = [0.0] * len(Times._fields)
+        for (_, before), (what, mark) in itertools.pairwise(self.marks):
+            sums[what] += mark.seconds_since(before)
         return Times(*sums)
 
 
@@ -124,13 +144,15 @@ class Streaming:
     ) -> None:  # fmt: skip
         self.totals, self.rates = PassTotals(), rates
         self._layers, self._tables, self._ring, self._uploads, self._asked = layers, tables, ring, uploads, asked
-        self.overlay = Overlay(tables)
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
+        sets = max((ring.groups(i, len(layers[i].in_ram)) for i in self._streamed), default=1)
+        self.overlay = Overlay(tables, sets)
         self._pieces = {i: layers[i].pieces() for i in self._streamed}
         self._free: list[Any] = [None] * BANKS  # reached once no launch reads the bank
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
         self._active = False
+        self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
 
     @property
     def under_way(self) -> bool:
@@ -157,25 +179,32 @@ class Streaming:
         the CPU's jobs so far.
         """
         divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
-        experts = [self._hottest(i, of.streamed, heat) for i, of in zip(self._streamed, divisions, strict=True)]
-        self._pass = one = _Pass(tokens, chunks, experts, divisions, counters, left=chunks)
+        groups = list[Group]()
+        for layer, division in zip(self._streamed, divisions, strict=True):
+            experts = self._hottest(layer, division.streamed, heat)
+            groups += groups_of(layer, experts, self._ring.groups(layer, len(experts)))
+        self._pass = one = _Pass(tokens, chunks, groups, divisions, counters, left=chunks)
+        streamed = sum(len(group.experts) for group in groups)
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        self.totals.streamed += sum(map(len, experts))
-        self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        self.totals.streamed += streamed
+        self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - streamed
         self._publish(one)
-        one.marks.append(self._uploads.mark())
-        self._free = [one.marks[0]] * BANKS
-        for at in range(min(BANKS, len(one.experts))):
+        self._mark(one, OWN)
+        self._free = [one.marks[0][1]] * BANKS
+        for at in range(min(BANKS, len(groups))):
             self._copy(one, at)
+
+    def _mark(self, one: _Pass, what: int) -> None:
+        one.marks.append((what, self._uploads.mark()))
 
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
         memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
-        room, nbytes = min(bank.room, count), bank.up_bytes + bank.down_bytes
+        nbytes = bank.up_bytes + bank.down_bytes
         if self._asked.mode == "stream":
-            return Division(room, room * nbytes / self.rates.copy_bytes_per_s, 0.0)
+            return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
         chosen = self._asked.top_k * count / memory.experts
-        return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks, most=room)
+        return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks)
 
     def _in_ram(self, layer: int) -> int:
         """Number of the layer's experts that the CPU owns."""
@@ -190,12 +219,13 @@ class Streaming:
         return [int(expert) for _, expert in sorted(zip(numbers, own[:count], strict=True))]
 
     def _copy(self, one: _Pass, at: int) -> None:
-        """Start the copies of the layer at this position, once its bank is free."""
-        layer, bank = self._streamed[at], self._ring.bank(self._streamed[at], at % BANKS)
-        numbers = self._tables.numbers(layer, one.experts[at])
+        """Start the copies of the group at this position, once its bank is free."""
+        group = one.groups[at]
+        bank = self._ring.bank(group.layer, at % BANKS)
+        numbers = self._tables.numbers(group.layer, group.experts)
         if not numbers:
             return
-        up, down = self._pieces[layer]
+        up, down = self._pieces[group.layer]
         transfers = [*transfers_of(numbers, up, bank.up), *transfers_of(numbers, down, bank.down)]
         one.uploads[at] = self._uploads.start(transfers, self._free[at % BANKS])
         nbytes = sum(transfer.nbytes for transfer in transfers)
@@ -205,25 +235,52 @@ class Streaming:
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
         in order, and a table sent later would wait for all experts that are under way."""
-        self.overlay.publish([self._elsewhere(one, at) for at in range(len(one.experts))])
+        self.overlay.publish([self._elsewhere(one, at) for at in range(len(one.groups))])
 
     def _elsewhere(self, one: _Pass, at: int) -> Elsewhere:
-        layer, experts = self._streamed[at], one.experts[at]
-        bank = self._ring.bank(layer, at % BANKS)
-        up, down = ([to + i * of for i in range(len(experts))] for to, of in bank.strides)
-        return Elsewhere(layer, experts, up, down)
+        group = one.groups[at]
+        bank = self._ring.bank(group.layer, at % BANKS)
+        up, down = ([to + i * of for i in range(len(group.experts))] for to, of in bank.strides)
+        return Elsewhere(group.layer, group.number, group.experts, up, down)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of the layer under way."""
+        one = self._under_way
+        return one.groups[one.at].of
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the CPU gets its pairs of the chunk under way with the group under way: the chunks are spread evenly
+        over the groups."""
+        one = self._under_way
+        group = one.groups[one.at]
+        return (one.chunks - one.left) * group.of // one.chunks == group.number
+
+    def collect(self, later: Callable[[], None] | None = None) -> None:
+        """Launch the wait for the CPU's sum of the chunk that was handed over last, unless that was done; `later` is
+        that of the next one."""
+        wait, self._later = self._later, later
+        if wait is not None:
+            self._mark(self._under_way, OWN)
+            wait()
+            self.summed()
+
+    def pause(self) -> None:
+        """Other steps may be launched next, with jobs of their own for the CPU."""
+        self.collect()
 
     def join(self) -> None:
-        """What is launched from now on may read the ring's experts of the layer under way."""
+        """What is launched from now on may read the ring's experts of the group under way."""
         one = self._under_way
-        one.marks.append(self._uploads.mark())
+        self._mark(one, OWN)
         if one.left == one.chunks and one.at in one.uploads:
             one.uploads[one.at].join()
-        one.marks.append(self._uploads.mark())
+        self._mark(one, WAITED)
 
     def summed(self) -> None:
         """The wait for the CPU's sum of a chunk has been launched."""
-        self._under_way.marks.append(self._uploads.mark())
+        self._mark(self._under_way, OF_CPU)
 
     @property
     def _under_way(self) -> _Pass:
@@ -232,21 +289,21 @@ class Streaming:
         return self._pass
 
     def leave(self) -> None:
-        """The experts of one chunk of the layer under way have been launched."""
+        """The experts of one chunk of the group under way have been launched."""
         one = self._under_way
-        one.marks.append(self._uploads.mark())
+        self._mark(one, EXPERTS)
         one.left -= 1
         if one.left:
             return
-        self._free[one.at % BANKS] = one.marks[-1]
-        if one.at + BANKS < len(one.experts):
+        self._free[one.at % BANKS] = one.marks[-1][1]
+        if one.at + BANKS < len(one.groups):
             self._copy(one, one.at + BANKS)
         one.at, one.left = one.at + 1, one.chunks
 
     def end(self) -> None:
         """The pass was launched whole, or is given up: then all its launches have ended."""
         one, self._pass = self._pass, None
-        if one is not None and one.at == len(one.experts):
+        if one is not None and one.at == len(one.groups):
             self._launched = one
 
     def measure(self, counters: Counters) -> None:

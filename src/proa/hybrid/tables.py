@@ -56,20 +56,21 @@ class Tables:
                     self._set(i, expert, (0, 0, 0, 0), -1, owner)
         self._changed.clear()
         self._device.copy_(self._host)  # synchronous: steps run on another stream
-        self._counted = counted
-        self.residency = self.views(self._device, in_place=in_place)
+        self.counted = counted
+        self.residency = self.views(self._device, in_place=in_place, counted=counted)
 
     def empty_rows(self) -> Tensor:
         """New memory for a set of tables on the device."""
         return torch.zeros_like(self._device)
 
-    def views(self, rows: Tensor, *, in_place: bool) -> list[Residency]:
-        """The layers' tables in `rows`, memory of `empty_rows`. in_place: with the experts' addresses in RAM."""
+    def views(self, rows: Tensor, *, in_place: bool, counted: bool) -> list[Residency]:
+        """The layers' tables in `rows`, memory of `empty_rows`. in_place: with the experts' addresses in RAM; counted:
+        choices that are located by these tables are counted."""
         addresses, numbers = _split(rows, self.experts)
         found = []
         for i, layer in enumerate(self._layers):
             up, down, up_place, down_place = addresses[i, :, : layer.experts]
-            counts = self.counts[i, : layer.experts] if self._counted else None
+            counts = self.counts[i, : layer.experts] if counted else None
             places = InPlace(up_place, down_place, self._share, layer.in_pieces) if in_place else None
             found.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
         return found
@@ -116,35 +117,46 @@ class Tables:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Experts of a layer that are in other device memory. up, down: addresses of each."""
+    """Experts of a layer that are in other device memory. up, down: addresses of each. group: the set of tables in
+    which they have them."""
 
     layer: int
+    group: int
     experts: Sequence[int]
     up: Sequence[int]
     down: Sequence[int]
 
 
 class Overlay:
-    """A second set of tables: those of the steps, but some experts of the CPU are in other device memory.
+    """More sets of tables, for steps that use other device memory for some experts of the CPU, in groups.
 
-    `residency[i]`: the table of layer i, valid from `publish` on, as long as no expert moves.
+    Set 0 is that of the steps, but these experts are not the CPU's; those of group 0 have their other addresses there.
+    Set g > 0 has nothing but the addresses of group g. So each (token, expert) pair is computed once, over all sets.
+    `residency[g][i]`: the table of layer i, valid from `publish` on, as long as no expert moves.
     """
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, sets: int) -> None:
         self._tables = tables
-        self._device = tables.empty_rows()
-        self.residency = tables.views(self._device, in_place=False)
+        self._device = tables.empty_rows().repeat(sets, 1, 1)
+        self.residency = [
+            tables.views(rows, in_place=False, counted=tables.counted and number == 0)
+            for number, rows in enumerate(self._device)
+        ]
 
     def publish(self, elsewhere: Sequence[Elsewhere]) -> None:
-        """Send the tables of all layers, in one copy on the current stream."""
-        rows = self._tables.rows()
-        addresses, numbers = (t.numpy() for t in _split(rows, self._tables.experts))
+        """Send the sets that `elsewhere` needs, and set 0, in one copy on the current stream."""
+        sets = 1 + max((of.group for of in elsewhere), default=0)
+        first = self._tables.rows()
+        rows = first.new_zeros(sets, *first.shape)
+        rows[0] = first
+        addresses, numbers = (t.numpy() for t in _split(rows.flatten(0, 1), self._tables.experts))
+        addresses, numbers = (t.reshape(sets, len(first), *t.shape[1:]) for t in (addresses, numbers))
+        numbers[1:] = -1
         for of in elsewhere:
             ids = list(of.experts)
-            addresses[of.layer][:, ids] = 0
-            addresses[of.layer, 0, ids], addresses[of.layer, 1, ids] = of.up, of.down
-            numbers[of.layer, ids] = -1
-        _send(rows, self._device)
+            addresses[0, of.layer][:, ids], numbers[0, of.layer, ids] = 0, -1
+            addresses[of.group, of.layer, 0, ids], addresses[of.group, of.layer, 1, ids] = of.up, of.down
+        _send(rows, self._device[:sets])
 
 
 def _send(row: Tensor, to: Tensor) -> None:

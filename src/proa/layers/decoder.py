@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import pairwise
 from typing import TypeVar
 
@@ -33,12 +33,24 @@ class Block:
         self, x: Tensor, y: Tensor | Unsummed | None, step: Step, caches: tuple[LayerCache, ...]
     ) -> tuple[Tensor, Tensor | Unsummed | None]:
         """Take the residual stream as x + y (y None: x alone) and return the next block's (x, y)."""
+        parts = self.parts(x, y, step, caches)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                result: tuple[Tensor, Tensor | Unsummed | None] = end.value
+                return result
+
+    def parts(
+        self, x: Tensor, y: Tensor | Unsummed | None, step: Step, caches: tuple[LayerCache, ...]
+    ) -> Generator[None, None, tuple[Tensor, Tensor | Unsummed | None]]:
+        """The same computation, with a yield wherever a prefill step may pause within the block."""
         self._ops.new_block()
         if self.mixer is not None:
             x, normed = self.norm1.of_sum(x, y)
             y = _scaled(self._ops, self.mixer(normed, step, caches), self._factor)
         if self.ffn is not None:
-            x, y = self.ffn(x, y, self.norm2, step.batch.slots)
+            x, y = yield from self.ffn.parts(x, y, self.norm2, step.batch.slots)
             y = _scaled(self._ops, y, self._factor)
         return x, y
 
@@ -89,13 +101,19 @@ class Decoder:
                 kept[i][: len(x)].copy_(x)
         return self._sum(x, y)
 
-    def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
-        """Compute one block at a time and yield the residual stream after each; the last one is the result. The stream
-        is kept in tensors of its own, so that other steps may run in between."""
+    def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor | None]:
+        """Compute the model in parts. Yields the residual stream after each block, the last one of which is the result,
+        and None within a block. What goes on is kept in tensors of its own, so that other steps may run in between."""
         x = self._embedded(tokens)
         for block, caches in zip(self.blocks, step.caches, strict=True):
-            x = self._sum(*block(x, None, step, caches))
+            after = yield from block.parts(x, None, step, caches)
+            x = self._sum(*after)
             yield x
+
+    def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
+        """Compute one block at a time and yield the residual stream after each: `by_parts` without pauses in a
+        block."""
+        return (x for x in self.by_parts(tokens, step) if x is not None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if tokens.dim() == 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from torch import Tensor
 
 from proa.layers.norm import RmsNorm
@@ -27,15 +29,16 @@ class Moe:
         """Set the model's next MoE layer, whose choice this layer predicts; norm: that layer's input norm."""
         self._next = following, norm
 
-    def __call__(
+    def parts(
         self, x: Tensor, y: Tensor | Unsummed | None, norm: RmsNorm, slots: Tensor
-    ) -> tuple[Tensor, Tensor | Unsummed]:
+    ) -> Generator[None, None, tuple[Tensor, Tensor | Unsummed]]:
         """Returns x + y [T, hidden] (y None: x) and the MoE output for norm(x + y); rows of slot -1 go to no routed
-        expert."""
+        expert. Yields between groups of experts."""
         if y is not None and not isinstance(y, Tensor):
             x, y = y.add(x), None
         x, normed, chosen = self._ops.choose(x, y, norm.norm, self.router, slots, self._rule, self.experts.residency)
         routed = self.experts.start(normed, chosen)
+        yield from routed.groups()
         shared = self.shared(normed) if self.shared else None
         gate = self.shared_gate(normed) if self.shared_gate else None
         if self._next is not None:

@@ -6,7 +6,7 @@ While recording, activations are tensors with the largest number of rows of a st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -302,6 +302,9 @@ class CpuUnderway:
 
     def __init__(self, to: Recorder, routed: Tensor) -> None:
         self._program, self._routed = to.program, routed
+
+    def groups(self) -> Iterator[None]:
+        return iter(())
 
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
         routed, width = self._routed, self._routed.shape[1]

@@ -34,6 +34,7 @@ def device_ops(device: torch.device) -> DeviceOps:
         expert_space=experts.expert_space,
         experts=experts.experts,  # type: ignore[arg-type]  # takes its own ExpertSpace alone
         sum_experts=_sum_experts,
+        add_experts=_add_experts,
         sums_beside_bell=expert_sum.can_wait,
         push=bell.push,
         pull=bell.pull,
@@ -58,3 +59,12 @@ def _sum_experts(
     partial: Tensor, weights: Tensor, at: Located, added: Added, faults: LayerFaults, x: Tensor
 ) -> expert_sum.ExpertSum:  # fmt: skip
     return expert_sum.ExpertSum(partial, weights, at.down, added, expert_sum.Watch(faults, at.ids, x))
+
+
+def _add_experts(
+    partial: Tensor, weights: Tensor, at: Located, total: Tensor | None, faults: LayerFaults, x: Tensor
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if total is None else total
+    into, watch = expert_sum.Into(out), expert_sum.Watch(faults, at.ids, x)
+    expert_sum.combine(partial, weights, at.down, Added(total), into, watch)
+    return out

@@ -81,6 +81,12 @@ class ExpertSum:
         return x, rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
+def add_experts(
+    partial: Tensor, weights: Tensor, at: Located, total: Tensor | None, faults: LayerFaults, x: Tensor
+) -> Tensor:
+    return ExpertSum(partial, weights, at, Added(total), faults, x).total()
+
+
 def record_faults(
     total: Tensor, at: Located, mine: Tensor, faults: LayerFaults, parts: Mapping[int, Tensor | None]
 ) -> None:
@@ -218,6 +224,7 @@ def device_reference(expert_space: NewExpertSpace, experts: PackedExperts) -> De
         expert_space=expert_space,
         experts=experts,
         sum_experts=ExpertSum,
+        add_experts=add_experts,
         sums_beside_bell=lambda tokens, hidden: True,
         push=push,
         pull=pull,

@@ -66,6 +66,14 @@ class SumExperts(Protocol):
         is added, rows that are not finite are recorded in `faults`."""
 
 
+class AddExperts(Protocol):
+    def __call__(
+        self, partial: Tensor, weights: Tensor, at: Located, total: Tensor | None, faults: LayerFaults, x: Tensor
+    ) -> Tensor:
+        """Returns `total` (None: zeros) plus the sum over each row's pairs with an address of weights * partial,
+        float32 [T, hidden]. May write to `total`; use only the return value. For the other arguments see SumExperts."""
+
+
 class SumsBesideBell(Protocol):
     def __call__(self, tokens: int, hidden: int) -> bool:
         """True if `sum_experts` may wait at a doorbell for this many rows; if not, pull the CPU's sum first."""
@@ -142,6 +150,7 @@ class DeviceOps:
     expert_space: NewExpertSpace
     experts: PackedExperts
     sum_experts: SumExperts
+    add_experts: AddExperts
     sums_beside_bell: SumsBesideBell
     push: Push
     pull: Pull

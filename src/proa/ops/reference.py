@@ -370,6 +370,9 @@ class TorchUnderway:
     def __init__(self, routed: Tensor) -> None:
         self._routed = routed
 
+    def groups(self) -> Iterator[None]:
+        return iter(())
+
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
         if shared is None:
             return self._routed

@@ -105,6 +105,12 @@ def residency_bytes(layers: int, experts: int) -> int:
     return layers * 4 * (table_words(experts) + experts)
 
 
+def ring_groups(experts: int, expert_bytes: int, bank_bytes: int) -> int:
+    """Number of groups in which so many experts are in a bank of the ring one after the other; 1 for none. A bank holds
+    at least one."""
+    return max(1, -(-experts // (bank_bytes // expert_bytes)))
+
+
 def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
     """Most blocks that `pairs` (token, expert) pairs can fill, for any routing."""
     used = min(pairs, experts)

@@ -301,6 +301,10 @@ class Unsummed(Protocol):
 
 
 class Underway(Protocol):
+    def groups(self) -> Iterator[None]:
+        """Compute the experts that were not started, one group after the other; a prefill step may pause at each yield.
+        Exhaust it before `finish`. It yields nothing where all experts were started."""
+
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         """The experts' sum [T, H] + shared [T, H], scaled by sigmoid(gate [T, 1]) if given. An Unsummed result must be
         added before the next layer's experts start."""

@@ -17,7 +17,6 @@ from proa.machine.cost.prefill import CpuExpertCost, Division, GpuCost, PrefillR
 from proa.machine.rates import Rates
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
-from proa.ops.sizes import RING_BANKS
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
@@ -202,11 +201,10 @@ def _division(plan: Plan, layer: MoeWork, speeds: Speeds, tokens: int, chunks: i
     experts_s = _seconds(layer.vram_flops(tokens), speeds.gpu) / chunks
     bits = {(-(-tokens // chunks)).bit_length(): GpuCost(0.0, experts_s)}
     rates = PrefillRates(_per_s(speeds.pcie), CpuExpertCost(expert_s, per_pair_s), bits)
-    room = min(layer.in_ram, gpu.ring_bytes // RING_BANKS // nbytes)
     if gpu.prefill == "stream":
-        return Division(room, room * nbytes / rates.copy_bytes_per_s, 0.0, chunks * experts_s)
+        return Division(layer.in_ram, layer.in_ram * nbytes / rates.copy_bytes_per_s, 0.0, chunks * experts_s)
     chosen = layer.top_k * layer.in_ram / layer.experts
-    return divide(layer.in_ram, nbytes, tokens, chosen, rates, jobs=chunks, most=room)
+    return divide(layer.in_ram, nbytes, tokens, chosen, rates, jobs=chunks)
 
 
 def _dense_term(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> tuple[str, float]:

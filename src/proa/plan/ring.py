@@ -18,6 +18,7 @@ LEAST_EXPERTS = 4  # in a bank, below which a ring is not worth its VRAM
 MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident experts otherwise,
 MOST_OF_EXPERTS = 0.25  # and of the VRAM that is left for experts
 ROWS_SHARE = 0.02  # of the usable VRAM, for the rows of a long prompt
+ROWS_SHARE_IN_GROUPS = 0.05  # where experts pass in groups: each pass copies all of them, and its rows wait for that
 PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
 
 
@@ -53,38 +54,49 @@ def plan_ring(
     nbytes = min(RING_BANKS * _aligned(largest), room_bytes)
     if nbytes < RING_BANKS * LEAST_EXPERTS * expert_bytes:
         return RingPlan(why=f"a ring of {format_bytes(room_bytes)}, as VRAM allows, would hold too few experts")
+    bank_bytes = _bank_bytes(nbytes)
+    groups = max(sizes.ring_groups(layer.experts, layer.expert_bytes, bank_bytes) for layer in layers)
+    share = ROWS_SHARE if groups == 1 else ROWS_SHARE_IN_GROUPS
     tokens = max(batch_tokens, min(PASS_TOKENS, context_tokens))
-    while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens) > ROWS_SHARE * budget_bytes:
+    while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens, groups) > share * budget_bytes:
         tokens = max(batch_tokens, tokens // 2)
-    per_bank = nbytes // RING_BANKS // expert_bytes
-    why = f"up to {per_bank} experts of a layer are copied to the GPU while it computes the layer before"
-    return RingPlan(nbytes, tokens, _rows_bytes(spec, options, tokens, batch_tokens) + _tables_bytes(layers), why)
+    why = "a layer's experts are copied to the GPU while it computes the layer before"
+    if groups > 1:
+        per_bank = bank_bytes // expert_bytes
+        why = f"a layer's experts are copied to the GPU in {groups} groups of up to {per_bank}, while it computes"
+    rows_bytes = _rows_bytes(spec, options, tokens, batch_tokens, groups)
+    return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why)
 
 
 def ring_row(asked: str, got: RingPlan) -> Decision:
     """The row of the start-up table."""
     if not got.nbytes:
         return Decision("prefill", asked, "cpu", f"experts in RAM are computed by the CPU: {got.why}")
-    rest = "the CPU computes the others" if asked == "auto" else "the CPU computes what the ring does not hold"
     size = f"{asked}, ring of {format_bytes(got.nbytes)}, up to {got.pass_tokens} tokens"
-    return Decision("prefill", asked, size, f"{got.why}; {rest}")
+    return Decision("prefill", asked, size, f"{got.why}; the CPU computes some" if asked == "auto" else got.why)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // RING_ALIGNMENT_BYTES) * RING_ALIGNMENT_BYTES
 
 
-def _tables_bytes(layers: Sequence[MoeLayer]) -> int:
-    return sizes.residency_bytes(len(layers), max(layer.experts for layer in layers))
+def _bank_bytes(nbytes: int) -> int:
+    return nbytes // RING_BANKS // RING_ALIGNMENT_BYTES * RING_ALIGNMENT_BYTES
 
 
-def _rows_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int) -> int:
+def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:
+    return groups * sizes.residency_bytes(len(layers), max(layer.experts for layer in layers))
+
+
+def _rows_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int, groups: int) -> int:
     """Bytes of a pass beyond those of a step: hidden states before and after a block, at the end of the pass once more
-    as one tensor, angles, inputs of its chunks, and fault records."""
+    as one tensor, angles, inputs of its chunks, and fault records. With several groups, each chunk also keeps the
+    experts' input, their sum in float32, the choice and where it was located."""
     chunks = -(-tokens // batch_tokens)
     angles = sum(sizes.angle_bytes(tokens, rope.dim) for rope in spec.ropes)
     pages = -(-(options.cache.context or spec.max_positions) // options.cache.page_tokens)
     inputs = (chunks - 1) * sizes.input_bytes(batch_tokens, options.scheduler.max_running, pages)
     top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
     faults = (tokens - batch_tokens) * (sizes.FAULT_COLUMNS + top_k) * 4
-    return 3 * 2 * tokens * spec.hidden + angles + inputs + faults
+    in_groups = tokens * ((2 + 4) * spec.hidden + 32 * top_k) if groups > 1 else 0
+    return 3 * 2 * tokens * spec.hidden + angles + inputs + faults + in_groups

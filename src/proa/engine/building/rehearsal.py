@@ -49,7 +49,8 @@ from proa.plan.plan import GpuPlan, Plan
 META = torch.device("meta")
 RATIO = 1.1  # between consecutive numbers of prefill rows
 _ADDRESS = 1 << 40  # a placeholder, aligned like real addresses; never dereferenced
-_NO_RATES = PrefillRates(1.0, CpuExpertCost(1.0, 1.0))
+_NO_COPIES = PrefillRates(1e-9, CpuExpertCost(1.0, 1.0))  # rates by which no expert is streamed, and all
+_ALL_COPIES = PrefillRates(1e30, CpuExpertCost(1.0, 1.0))
 _PROCESSORS = 128  # number of multiprocessors; compiled variants do not depend on it
 
 
@@ -146,7 +147,7 @@ class Stage:
             self._transport,
             lambda: Copiers(_NoCopier(), _NoCopier()),
             InPlaceRates(1.0, 1.0) if of.gpu.co_fetch else None,
-            PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_RATES, of.gpu.prefill) if of.gpu.ring_bytes else None,
+            PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_COPIES, of.gpu.prefill) if of.gpu.ring_bytes else None,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)
         caches = allocate_pool(
@@ -190,12 +191,18 @@ class Stage:
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
         if self._plan.prefill_share:
-            tokens, step = self._on.step(self._on.inputs, rows)
-            self._hybrid.begin_pass(rows, 1)
-            with self._hybrid.in_parts():
-                for _ in self._model.by_blocks(tokens, step):
-                    pass
-            self._hybrid.end_pass()
+            for rates in (_NO_COPIES, _ALL_COPIES):  # as many experts as are in the ring at once, and groups of them
+                self._pass(rows, rates)
+
+    def _pass(self, rows: int, rates: PrefillRates) -> None:
+        if (streaming := self._hybrid.streaming) is not None:
+            streaming.rates = rates
+        tokens, step = self._on.step(self._on.inputs, rows)
+        self._hybrid.begin_pass(rows, 1)
+        with self._hybrid.in_parts():
+            for _ in self._model.by_blocks(tokens, step):
+                pass
+        self._hybrid.end_pass()
 
 
 def _dense(most: int) -> list[int]:

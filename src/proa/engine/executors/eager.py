@@ -120,6 +120,7 @@ class EagerExecutor:
         began_s, parts = time.perf_counter(), unfinished(step.parts)
         with self._listening():
             count = parts.advance(blocks)
+            self._session.pause_pass()
         self._block_s = (time.perf_counter() - began_s) / max(1, count)
         if parts.done:
             self._session.end_pass()

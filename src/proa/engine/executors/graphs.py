@@ -211,6 +211,7 @@ class GraphExecutor:
             self._begin()
             self._timer.begin()
             count = parts.advance(blocks)
+            self._session.pause_pass()
             self._parts_ahead.append(self._queue.mark())
             self._timer.end(count)
             self._session.launched()

@@ -4,7 +4,7 @@ how many, cutting steps into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -25,8 +25,9 @@ class Chunk:
 
 
 class BlockByBlock:
-    """A forward pass of `model` that can pause after any block of any chunk. Chunks are computed in their order, so one
-    may read the KV and the states that the chunks before it have written."""
+    """A forward pass of `model` that can pause after any block of any chunk, and between the groups of a block's
+    experts. A block, or a group, is computed for all chunks before the next one, in the order of the chunks: one may
+    read the KV and the states that the chunks before it have written."""
 
     def __init__(
         self, model: Decoder, chunks: Sequence[Chunk], kept: Mapping[int, Tensor],
@@ -35,9 +36,9 @@ class BlockByBlock:
         """kept: block -> buffer that its output is copied to. launching: of a chunk's first row, the context of its
         launches."""
         self.chunks = chunks
-        self._outputs = [enumerate(model.by_blocks(chunk.tokens, chunk.step)) for chunk in chunks]
+        self._outputs = [_numbered(model.by_parts(chunk.tokens, chunk.step)) for chunk in chunks]
         self._hidden = [chunk.tokens.new_empty(0) for chunk in chunks]  # [T, hidden] each, after its last block
-        self._left, self._next = len(chunks) * len(model.blocks), 0
+        self._left, self._next = len(chunks) * len(model.blocks), 0  # ends of blocks; the next chunk
         self._kept, self._launching = kept, launching
 
     @property
@@ -50,19 +51,31 @@ class BlockByBlock:
         return self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
 
     def advance(self, units: int) -> int:
-        """Compute up to `units` more units: one block for one chunk. Returns how many were computed."""
-        count = min(units, self._left)
-        for _ in range(count):
+        """Compute up to `units` more units: for one chunk, a block or one of the groups of its experts. Returns how
+        many were computed."""
+        count = 0
+        while count < units and self._left:
             chunk = self._next
             first = self.chunks[chunk].first_row
             with self._launching(first):
                 block, hidden = next(self._outputs[chunk])
+            count += 1
+            self._next = (chunk + 1) % len(self.chunks)
+            if hidden is None:
+                continue
             if block in self._kept:
                 self._kept[block][first : first + len(hidden)].copy_(hidden)
             self._hidden[chunk] = hidden
-            self._next = (chunk + 1) % len(self.chunks)
-        self._left -= count
+            self._left -= 1
         return count
+
+
+def _numbered(parts: Iterator[Tensor | None]) -> Iterator[tuple[int, Tensor | None]]:
+    """Number what Decoder.by_parts yields by blocks."""
+    block = 0
+    for hidden in parts:
+        yield block, hidden
+        block += hidden is not None
 
 
 def non_finite_rows(hidden: Tensor) -> list[int]:

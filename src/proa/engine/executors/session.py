@@ -36,6 +36,9 @@ class Session(Protocol):
         """A step in parts of so many tokens begins: each MoE layer is launched in `chunks` chunks, in the order of the
         layers. At most one at a time."""
 
+    def pause_pass(self) -> None:
+        """Other steps may be launched before the next part of the step in parts."""
+
     def end_pass(self) -> None:
         """All parts of the step in parts have been launched, or it was given up and its launches have ended."""
 
@@ -65,6 +68,9 @@ class NoSession:
         return nullcontext()
 
     def begin_pass(self, tokens: int, chunks: int) -> None:
+        pass
+
+    def pause_pass(self) -> None:
         pass
 
     def end_pass(self) -> None:

@@ -74,6 +74,9 @@ class WatchedSession:
     def begin_pass(self, tokens: int, chunks: int) -> None:
         self._session.begin_pass(tokens, chunks)
 
+    def pause_pass(self) -> None:
+        self._session.pause_pass()
+
     def end_pass(self) -> None:
         self._session.end_pass()
 

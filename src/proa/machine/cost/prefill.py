@@ -112,12 +112,11 @@ class Division:
 
 def divide(
     experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, *,
-    jobs: int = 1, most: int | None = None,
+    jobs: int = 1,
 ) -> Division:  # fmt: skip
     """Of the divisions that are about as fast as the fastest, the one with the most copies: their rate varies less than
-    the CPU's. most: experts that may be streamed. For the other arguments see `divisions`."""
+    the CPU's. For the arguments see `divisions`."""
     found = divisions(experts, expert_bytes, tokens, chosen_per_token, rates, jobs)
-    found = found if most is None else found[: most + 1]
     fast_s = ABOUT * min(division.seconds for division in found)
     return max((division for division in found if division.seconds <= fast_s), key=lambda division: division.streamed)
 

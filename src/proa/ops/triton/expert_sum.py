@@ -117,7 +117,7 @@ def _combine(
         total += value
     total *= factor
     after = total if residual is None else total + before
-    kept = after.to(tl.bfloat16)
+    kept = after.to(out.dtype.element_ty)
     tl.store(out + token * out_row + column, kept, inside)
     if norm is not None:  # normalise the rounded residual stream
         kept = kept.to(tl.float32)
@@ -136,7 +136,8 @@ def _combine(
 
 @dataclass(frozen=True)
 class Into:
-    """Outputs of `combine`. out bfloat16 [T, hidden]: the sum, or residual + sum; out may be residual.
+    """Outputs of `combine`. out [T, hidden]: the sum, or residual + sum; out may be residual. It is bfloat16, or
+    float32 for a part of a sum; then it may be the tensor of the CPU's sum.
 
     normed bfloat16 [T, hidden]: the norm of out; requires hidden up to MOST_COLUMNS.
     """
@@ -261,6 +262,7 @@ def variants() -> Iterator[Variant]:
     watch, norm = ("records", "ids", "x"), ("residual", "norm", "normed")
     for given, hidden in (
         ((), 512),
+        (("cpu", *watch), 512),
         (("residual", "shared", "gate", *watch), 512),
         (("cpu", "shared", "gate", *watch), 512),
         ((*norm, *watch), 2048),
