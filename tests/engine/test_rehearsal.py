@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "qwen3-30b-a3b": ({}, 127, 64),
     "qwen3-next-80b-a3b": ({}, 146, 80),
     "gpt-oss-120b": ({"dummy_format": "mxfp4"}, 141, 75),
-    "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 75),
+    "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 79),
     "glm-4.5-air": ({"dummy_format": "int4", "kv_dtype": "fp8"}, 151, 94),
 }
 LAYERS, VRAM = 5, 60 * GIB
@@ -39,7 +39,7 @@ TINY: dict[str, dict[str, Any]] = {
 # A kernel with one variant per shape of weights may have as many as shapes; all others have few.
 BY_SHAPE = {"linear._one", "linear._few", "linear_packed._one", "linear_packed._many", "unpack._unpack",
             "experts_grouped._block", "experts_fp8._block", "head_linear._head_linear"}  # fmt: skip
-MOST_OF_A_KERNEL = 4
+MOST_OF_A_KERNEL = 5  # one more than without groups of experts (a part of a sum, a table that counts nothing)
 
 
 @pytest.fixture(scope="module")

@@ -115,21 +115,24 @@ class HybridExperts:
         self._in_pass, self._in_groups, self._streamed = device, groups, streamed
 
     @property
-    def residency(self) -> Residency:
-        return self._bound.residency
+    def residency(self) -> Residency | None:
+        """None in groups, whose pairs are located group by group, not where experts are chosen."""
+        return None if self._grouped else self._bound.residency
+
+    @property
+    def _grouped(self) -> bool:
+        return self._streamed.active and self._streamed.groups > 1
 
     @property
     def _bound(self) -> DeviceExperts:
-        device = self._device
-        if self._streamed.active:
-            device = self._in_pass if self._streamed.groups == 1 else self._in_groups[0]
+        device = self._in_pass if self._streamed.active else self._device
         if device is None:
             raise ValueError("these experts are not bound to a device; call bind() first")
         return device
 
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway | InGroups:
         device, weights = self._bound, chosen.weights
-        if self._streamed.active and self._streamed.groups > 1 and self._transport is not None:
+        if self._grouped and self._transport is not None:
             groups = self._in_groups[: self._streamed.groups]
             return InGroups(groups, self._streamed, self._transport, self.layer, x, chosen)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
@@ -143,7 +146,7 @@ class HybridExperts:
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
         if self._transport is not None:
-            self._transport.foresee(x, slots, following, self.residency.cpu, self.layer)
+            self._transport.foresee(x, slots, following, self._bound.residency.cpu, self.layer)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()
@@ -203,7 +206,7 @@ class InGroups:
 
     def groups(self) -> Iterator[None]:
         chosen, x = self._chosen, self._x
-        first = self._devices[0].locate(chosen.ids) if chosen.at is None else chosen.at
+        first = self._devices[0].locate(chosen.ids)
         for number, device in enumerate(self._devices):
             if number:
                 yield

@@ -64,7 +64,8 @@ def _sum_experts(
 def _add_experts(
     partial: Tensor, weights: Tensor, at: Located, total: Tensor | None, faults: LayerFaults, x: Tensor
 ) -> Tensor:
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device) if total is None else total
-    into, watch = expert_sum.Into(out), expert_sum.Watch(faults, at.ids, x)
+    if total is None:  # one variant of the kernel for the first group and the others
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    into, watch = expert_sum.Into(total), expert_sum.Watch(faults, at.ids, x)
     expert_sum.combine(partial, weights, at.down, Added(total), into, watch)
-    return out
+    return total
