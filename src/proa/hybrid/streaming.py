@@ -150,8 +150,9 @@ class Streaming:
         finally:
             self._active = False
 
-    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> None:
-        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
+    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> float:
+        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers. Returns the
+        fraction of the experts in RAM that are copied.
 
         heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
         the CPU's jobs so far.
@@ -161,13 +162,15 @@ class Streaming:
         self._pass = one = _Pass(tokens, chunks, experts, divisions, counters, left=chunks)
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        self.totals.streamed += sum(map(len, experts))
-        self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - sum(map(len, experts))
+        streamed, in_ram = sum(map(len, experts)), sum(map(self._in_ram, self._streamed))
+        self.totals.streamed += streamed
+        self.totals.left_to_cpu += in_ram - streamed
         self._publish(one)
         one.marks.append(self._uploads.mark())
         self._free = [one.marks[0]] * BANKS
         for at in range(min(BANKS, len(one.experts))):
             self._copy(one, at)
+        return streamed / max(1, in_ram)
 
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
         memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
