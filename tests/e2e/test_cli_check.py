@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -98,3 +99,32 @@ def test_random_weights_are_refused(tmp_path: Path) -> None:
     done = run(make_tiny("qwen3-moe", tmp_path), "--load-format", "dummy")
     assert done.returncode == 2
     assert "--load-format dummy has none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["nosuch-model"], 3, "There is no model nosuch-model"),
+        (["demo", "--load-format", "dummy"], 2, "Leave it out."),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_torch(argv: list[str], code: int, words: str) -> None:
+    command = proa("check", *argv)
+    before = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    after = os.times()
+    assert done.returncode == code
+    assert done.stderr.startswith("proa: ")
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert after.children_user - before.children_user < 1.0, "torch takes several seconds of CPU time"
+
+
+def test_no_answer_has_its_own_exit_code(tmp_path: Path) -> None:
+    """All paths take longer than a second, so the limit leaves some out."""
+    done = run(make_tiny("qwen3-moe", tmp_path), "--gpu", "sim:256MiB", "--time-limit", "1")
+    assert done.returncode == 7
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("no answer: the time limit left out ")
+    assert "Give --time-limit 240" in last
+    assert "not compared: " in done.stdout
