@@ -314,7 +314,7 @@ void Doorbell::run(const int32_t* header) {
     op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
     op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
-    host_->regimes[lane_] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
+    host_->regimes[size_t(lane_)] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
     proa::run(op, *host_, tokens_, lane_);
     done_at_ = Clock::now(), done_layer_ = layer_;
     add(moe_ns_, ns_between(begin, done_at_));

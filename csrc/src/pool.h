@@ -9,14 +9,16 @@
 // The phase after the open one may be announced: a worker without tasks takes one of those, and prefetches its inputs
 // until the phase is opened. So memory is not idle while the last tasks of a phase run (decision 039).
 //
-// Two lanes carry the phases of two callers (decode and prefill); workers check the first lane before every task. A
-// worker that finds no task on a lane runs what was posted for idle workers, which no caller waits for.
+// Each lane carries the phases of one caller. Before every task workers look for work on the lanes in their order, so a
+// lane has priority over those after it. A worker that finds no task on any lane runs what was posted for idle workers,
+// which no caller waits for.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,7 +31,6 @@ namespace proa {
 void relax();
 
 constexpr int kMaxNodes = 64;
-constexpr int kLanes = 2;
 constexpr size_t kScratchBytes = size_t(256) << 20;  // address space per worker; memory is allocated as it is touched
 constexpr int kMaxTasks = 1 << 20;                   // per phase
 
@@ -74,6 +75,7 @@ struct PoolOptions {
     std::vector<std::vector<int>> homes = {};  // or, if given, to all CPUs of its team's home
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
     bool redo = true;
+    int lanes = 1;                       // callers that may run phases at the same time; at least 1
     void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
 };
 
@@ -85,6 +87,7 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int nodes() const { return int(options_.teams.size()); }
+    int lanes() const { return options_.lanes; }
     int threads() const {
         return threads_.load(std::memory_order_relaxed);
     }  // active ones, including the calling thread
@@ -171,6 +174,11 @@ class Pool {
         bool at_home;
         const Handing* handing;
     };
+    struct alignas(64) OnLane {  // what a worker keeps for each lane
+        uint64_t looked = 0;     // the last epoch in which it searched for owned tasks,
+        size_t looked_at = 0;    // and how far
+        Task queued;             // a task taken in advance, if its `tasks` is not 0
+    };
     struct alignas(64) Worker {
         std::thread thread;
         std::byte* scratch = nullptr;
@@ -178,13 +186,14 @@ class Pool {
         std::atomic<bool> alive{false};
         int node = 0, cpu = -1, rank = 0;  // rank: in its team
         int64_t longest_ns = 0;            // of its tasks, decaying
-        uint64_t looked[kLanes] = {};      // the last epoch in which it searched for owned tasks,
-        size_t looked_at[kLanes] = {};     // and how far
-        Task queued[kLanes];               // a task taken in advance, if its `tasks` is not 0
+        std::unique_ptr<OnLane[]> on;      // by lane
     };
 
     static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
 
+    std::span<Lane> all_lanes() const { return {lanes_.get(), size_t(lanes())}; }
+    std::span<Worker> callers() const { return {callers_.get(), size_t(lanes())}; }
+    void prepare(Worker& worker) const;
     void start(Worker& worker);
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
@@ -218,8 +227,9 @@ class Pool {
 
     PoolOptions options_;
     std::vector<int> orphans_;  // nodes without workers, served by all teams
-    Lane lanes_[kLanes], idle_;
-    Worker callers_[kLanes];
+    const std::unique_ptr<Lane[]> lanes_;
+    const std::unique_ptr<Worker[]> callers_;  // the thread that calls run() on each lane
+    Lane idle_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<bool> stop_{false}, kill_{false};
     alignas(64) std::atomic<uint32_t> bell_{0};

@@ -41,8 +41,9 @@ class Pieces {
 
 class ReadAhead {
   public:
-    explicit ReadAhead(Host& host) : host_(host) {}
-    ~ReadAhead() { end(); }
+    // Throws Error (argument) if the host has another one: tasks for idle workers have one caller.
+    explicit ReadAhead(Host& host);
+    ~ReadAhead();
     ReadAhead(const ReadAhead&) = delete;
     ReadAhead& operator=(const ReadAhead&) = delete;
 

@@ -23,7 +23,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 10
+#define PROA_ABI_VERSION 11
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // an argument is invalid
@@ -95,6 +95,7 @@ typedef struct proa_pool_options {
     const char* isa;            // "" or null: the best; else the name of kernels that this CPU can run
     const int32_t* homes;       // null, or the CPUs that any worker of a team may run on, team by team
     const int32_t* home_begin;  // [teams + 1] into homes
+    int32_t lanes;              // at least 1: threads that may call at the same time, each with a lane of its own
 } proa_pool_options;
 
 // The kernels that a pool with this `isa` gets, and why none better. Both texts have room for `bytes` bytes.
