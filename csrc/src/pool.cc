@@ -178,7 +178,8 @@ void Pool::run_alone(const Phase& phase, int lane_index) {
     }
 }
 
-// Stops workers from starting tasks of a phase whose caller leaves with an error, or of the one after it.
+// After an error: no worker starts another task of the open phase, or of the announced one. Returns when none is inside
+// a task.
 void Pool::abandon(Lane& lane) {
     empty(lane);
     lane.done.store(0), lane.tasks.store(0);
@@ -208,7 +209,8 @@ void Pool::finish(int lane_index, Worker& self) {
     }
 }
 
-// Repeats a task that has been running for longer than any task takes. False if it is too early for that.
+// Repeats a task that has been running for longer than this thread's tasks have taken. False if it is too early for
+// that.
 bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     if (now_ns() - waiting_since_ns < std::max(kRedoAfterNs, 2 * self.longest_ns)) return false;
     Task task;
@@ -219,8 +221,8 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     return true;
 }
 
-// Takes a task of the phase after the open one and prefetches for it, until it may be started or a lane of higher
-// priority has work. False if there is no such task.
+// Takes a task of the announced phase and prefetches for it, until that phase is opened or a lane of higher priority
+// has work. False if there is no such task.
 bool Pool::hold(int lane_index, Worker& worker) {
     Lane& lane = lanes_[size_t(lane_index)];
     const Task& queued = worker.on[size_t(lane_index)].queued;
@@ -245,7 +247,7 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     if (options_.taken_for_test) options_.taken_for_test();
     std::atomic<uint32_t>& claimed = lane.claimed(task.id);
     uint32_t before = claimed.load(std::memory_order_acquire);
-    // If the task is published after this check, the claim below fails.
+    // If another thread publishes the task after this check, the compare-exchange below fails.
     if (is_over(lane, task)) return;
     const int64_t begin = now_ns();
     if (task.run_before)
@@ -281,8 +283,9 @@ void Pool::serve(Worker& worker) {
     worker.alive.store(false);
 }
 
-// Runs one task: of the first lane that has one, or a posted one for idle workers, or one that takes another worker too
-// long.
+// Runs one task: of the first lane that has one; else prefetches for an announced phase, until it opens; else runs a
+// task that was posted for idle workers; else repeats a task that has been running for too long on another thread.
+// Returns whether it did any of the first three.
 bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
     Task task;
     for (int lane = 0; lane < lanes(); ++lane)

@@ -74,9 +74,9 @@ struct PoolOptions {
     bool pin = true;                           // bind each worker to its CPU,
     std::vector<std::vector<int>> homes = {};  // or, if given, to all CPUs of its team's home
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
-    bool redo = true;
-    int lanes = 1;                       // callers that may run phases at the same time; at least 1
-    void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
+    bool redo = true;                          // repeat tasks of a preempted worker, unless the phase is at_home
+    int lanes = 1;                             // callers that may run phases at the same time; at least 1
+    void (*taken_for_test)() = nullptr;        // called between taking a task and beginning it
 };
 
 class Pool {
@@ -96,8 +96,9 @@ class Pool {
     // workers, except the caller's, must keep at least one.
     void use(const std::vector<int>& workers);
 
-    // Runs a phase on a lane; the calling thread takes part as a member of node 0. One caller per lane at a time.
-    // Throws WorkerDied. Task functions must not throw. then: the lane's next phase, announced meanwhile.
+    // Runs a phase on a lane and returns when every task is published; the calling thread works too, as a member of
+    // node 0. One caller per lane at a time. Throws WorkerDied. Task functions must not throw. then: the lane's next
+    // phase, which is announced at once.
     void run(const Phase& phase, int lane = 0, const Phase* then = nullptr);
 
     // Announces the lane's next phase before its inputs exist. Does nothing if the phase has no `fetch`.
@@ -111,7 +112,8 @@ class Pool {
     void post(const Phase& phase);
     void withdraw();  // no further task of the posted phase is started
 
-    // Active workers do not sleep until let_sleep has been called as often: for callers that cannot wake them.
+    // Active workers do not sleep until let_sleep has been called as often: for work that a GPU submits, which cannot
+    // wake them.
     // Thread-safe.
     void keep_awake();
     void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
@@ -138,7 +140,8 @@ class Pool {
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
     };
-    struct Posted {  // read by late workers too: every field is atomic, and `epoch` is checked before and after
+    struct Posted {  // late workers read it while it is replaced: every field is atomic, and look_up() checks `epoch`
+                     // before and after
         std::atomic<uint64_t> epoch{0};
         std::atomic<decltype(Phase::run)> run{nullptr};
         std::atomic<decltype(Phase::run_before)> run_before{nullptr};

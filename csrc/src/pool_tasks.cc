@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kIndexBits = 20;  // of Counter
 constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
-constexpr int kManyLeft = 2;  // tasks per worker
+constexpr int kManyLeft = 2;  // tasks per worker of the node: see has_many
 constexpr size_t kAllSeen = ~size_t(0);
 
 }  // namespace
@@ -42,7 +42,8 @@ void Pool::post(Lane& lane, const Phase& phase, uint64_t epoch) {
     }
 }
 
-// Hides the phase: workers find no data of its caller any more; those that are looking count as inside, see settle().
+// Removes the pointer to the phase's Handing, which its caller may free: a worker that has read the pointer before
+// counts as inside, so settle() waits for it.
 void Pool::close(Lane& lane) {
     lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
 }
@@ -52,7 +53,7 @@ void Pool::empty(Lane& lane) {
         for (Counter& counter : counters) counter.value.store(0, std::memory_order_seq_cst);
 }
 
-// Counters of tasks that finish at about the same time are in different cache lines.
+// Permutes the tasks' claims so that those of tasks that finish at about the same time lie in different cache lines.
 std::atomic<uint32_t>& Pool::Lane::claimed(int task) const {
     return claims[size_t((task & ~1023) | (task & 63) << 4 | (task >> 6 & 15))];
 }
@@ -86,7 +87,7 @@ bool Pool::next_task(int lane, Worker& worker, Task& task) {
     } else if (!first_task(lane, worker, task)) {
         return false;
     } else if (is_early(task)) {
-        queued = task;  // the phase that it looked at is over, so this task is of the announced one
+        queued = task;  // the open phase ended during the search, so this task belongs to the announced one
         return false;
     }
     if (task.run_before && has_many(lanes_[size_t(lane)], worker.node) && first_task(lane, worker, queued) &&
