@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import proa.check.run
-from proa.check.paths import NoPath, paths
+from proa.check.paths import LIMIT_S, NoPath, paths
 from proa.check.run import Report, check
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
@@ -18,7 +18,7 @@ SIM = "sim:256MiB"
 
 def checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, only: str = "", gpu: str = "none", seed: int = 1,
-    most_bytes: int | None = None, **options: Any,
+    most_bytes: int | None = None, limit_s: float = LIMIT_S, **options: Any,
 ) -> Report:  # fmt: skip
     """only: a path is run if this is a part of its name."""
 
@@ -28,7 +28,7 @@ def checked(
     monkeypatch.setattr(proa.check.run, "paths", some)
     asked = from_keywords(EngineOptions, **{"dtype": "bfloat16", "gpu": gpu, **options})
     more = {} if most_bytes is None else {"most_bytes": most_bytes}
-    return check(str(folder), asked, seed, lambda phase, done, total: None, **more)
+    return check(str(folder), asked, seed, lambda phase, done, total: None, limit_s=limit_s, **more)
 
 
 def said(report: Report) -> list[str]:

@@ -23,7 +23,7 @@ from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
 from proa.grammar.vocabulary import Vocabulary
 from proa.plan.plan import MemoryBudget, Plan, Roof
-from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from proa.types import EngineRequest, FinishReason, PromptExperts, TokenEvent, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Reply:
     error: ProaError | None = None
     error_after: int = 0
     cached_tokens: int = 0
+    prompt_experts: PromptExperts | None = None
 
 
 def logprob_of(token: int, top: int) -> TokenLogprob:
@@ -163,6 +164,7 @@ class FakeEngine:
                 logprobs=_logprobs(now, sampling.logprobs),
                 prompt_logprobs=_prompt_logprobs(request) if first else None,
                 cached_tokens=script.cached_tokens if first else None,
+                prompt_experts=script.prompt_experts if first else None,
                 finish=finish if last else None,
                 stop_token=stop_token if last else None,
             )

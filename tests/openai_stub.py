@@ -21,6 +21,7 @@ class Stub:
     reply: list[str] = field(default_factory=lambda: ["Hello", " ", "wörld", "!"])
     reasoning: list[str] = field(default_factory=list)
     delay_s: float = 0.0
+    progress: list[int] = field(default_factory=list)  # tokens of 1000 computed, reported every delay_s on request
     refusal: tuple[int, dict[str, Any]] | None = None
     error_after: int | None = None  # pieces, then an error event
     breaks_after: int | None = None  # pieces, then the connection is cut
@@ -96,6 +97,9 @@ def _stream(handler: BaseHTTPRequestHandler, stub: Stub) -> None:
         handler.wfile.flush()
 
     event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+    for done in stub.progress if stub.requests[-1].get("return_progress") else ():
+        time.sleep(stub.delay_s)
+        event({"choices": [], "prompt_progress": {"total": 1000, "cache": 100, "processed": done, "time_ms": 1}})
     for piece in stub.reasoning:
         event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}}]})
     for i, piece in enumerate(stub.reply):

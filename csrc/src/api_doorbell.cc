@@ -56,7 +56,7 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
         require(pool && options && out, "A null pointer.");
         const proa_doorbell_options& o = *options;
         check_size(o.most_tokens, o.top_k, o.hidden);
-        require(o.lane >= 0 && o.lane < proa::kLanes, "There are lanes 0 and 1.");
+        require_lane(pool->host, o.lane);
         require(o.spin_us >= 0, "A time cannot be negative.");
         require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS,
                 "The way to ring must be PROA_WAY_NUMBER, _FLAGS or _CALLS.");

@@ -32,8 +32,9 @@ std::vector<std::vector<int>> lists(const int32_t* cpus, const int32_t* begin, i
 
 proa::PoolOptions pool_options(const proa_pool_options& o) {
     require(o.teams >= 1 && o.teams <= proa::kMaxNodes, "A pool must have 1 to 64 teams.");
+    require(o.lanes >= 1, "A pool must have at least one lane.");
     proa::PoolOptions options;
-    options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo;
+    options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo, options.lanes = o.lanes;
     options.teams = lists(o.cpus, o.team_begin, o.teams);
     if (o.homes) options.homes = lists(o.homes, o.home_begin, o.teams);
     for (const auto& home : options.homes)
@@ -52,7 +53,7 @@ void check_rows(const void* rows, int64_t stride, int64_t columns, const char* w
 void check_call(const proa_pool* pool, int64_t tokens, int lane) {
     require(pool, "The pool is a null pointer.");
     require(tokens >= 0 && tokens <= kMostTokens, "A step must have 0 to 2^20 tokens.");
-    require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
+    require_lane(pool->host, lane);
 }
 
 void check_fit(const proa_pool* pool, const proa::Matrix& m) {

@@ -118,7 +118,7 @@ int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t 
         require(program, "The program is a null pointer.");
         require(first >= 0 && first <= end && end <= int64_t(program->program.size()),
                 "The range of operations is outside of the program.");
-        require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
+        require_lane(program->program.host(), lane);
         if (rows < 0 || rows > program->most_rows)
             throw Error(PROA_ERROR_ARGUMENT, "The program's buffers are for " + std::to_string(program->most_rows) +
                                                  " rows, not " + std::to_string(rows) + ".");

@@ -57,7 +57,7 @@ bool can_populate() {
     return madvise(range.begin(), page_bytes(), kMadvPopulateWrite) == 0;
 }
 
-// Tries it on one huge page and checks the result: some sandboxes accept the advice and do nothing.
+// Tries MADV_COLLAPSE on one huge page and checks the result: some sandboxes accept the advice and do nothing.
 bool can_collapse_shmem(size_t huge_bytes) {
     const Descriptor file(memfd_create(kName, MFD_CLOEXEC));
     if (file.get() < 0 || ftruncate(file.get(), static_cast<off_t>(huge_bytes)) != 0) return false;
@@ -68,7 +68,7 @@ bool can_collapse_shmem(size_t huge_bytes) {
     return madvise(at, huge_bytes, kMadvCollapse) == 0 && huge_mapped_bytes(at, huge_bytes) == huge_bytes;
 }
 
-// Alignment and unit of size of arenas: the largest page that they may get.
+// Arenas are aligned to the largest page that they may get, and their sizes are multiples of it.
 size_t unit(const PageFacts& facts) { return std::max(facts.huge_bytes, kHugetlbBytes); }
 
 size_t checked(size_t bytes, int node, uint32_t flags) {

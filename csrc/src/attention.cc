@@ -90,8 +90,8 @@ int share_at(const Attention& op, int Share::* first, int at) {
     return low;
 }
 
-// A task's work. A late task may read a share that is half overwritten by the next step: every number is clamped to a
-// safe range, whatever the others are.
+// A task's work. A late task may read a share that the next step has overwritten in part: so each number is clamped to
+// a safe range by itself.
 struct Piece {
     Share share;
     int sequence, first_query, queries;  // queries: within the sequence
@@ -170,7 +170,7 @@ void see(const Attention& op, const Piece& p, int begin, int count, int* first, 
     }
 }
 
-// ---- the parts of a worker's scratch. Results come first, for they are what is published.
+// ---- the parts of a worker's scratch. Results come first, where publish() reads them.
 
 struct Parts {
     uint16_t* out;
@@ -406,7 +406,7 @@ void publish_merged(const void* context, int task, const std::byte* memory) {
     place(op, m.head, 1, m.share.first_row, m.queries, reinterpret_cast<const uint16_t*>(memory));
 }
 
-// Little work: the calling thread does it, in memory of its own.
+// Runs all tasks on the calling thread, in its lane's workspace: for work that is too short to wake workers.
 void run_alone(const Attention& op, Host& host, int tasks, int lane) {
     [[maybe_unused]] const FlushSubnormals flush;
     size_t bytes = 0;

@@ -170,7 +170,7 @@ void Doorbell::check() {
         relax();
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
-    host_->pool.check_alive();  // jobs check this themselves, but a step may have had none
+    host_->pool.check_alive();  // each job checks this too, but a step may have had no job
     if (not_finite_.empty()) return;
     const std::string what = std::exchange(not_finite_, {});
     throw Error(PROA_ERROR_NUMERICS, what);
@@ -228,7 +228,7 @@ void Doorbell::serve() {
     for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
         const uint32_t rang = rung().load(std::memory_order_acquire);
         const uint32_t number = way_ == Way::kFlags ? flagged_number(rang, last) : rang;
-        const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // a step that rings was armed before
+        const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // a step is armed before it rings
         if (number != last) {
             if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
             add(waiting_ns_, ns_since(idle_since));
@@ -268,7 +268,7 @@ void Doorbell::answer_flags(bool rings) {
     flag(layout_.ready).fetch_or(kFlag, std::memory_order_release);
 }
 
-// Answers first: the result is checked afterwards, before the next job, which costs the step no time.
+// Answers first and checks the result for NaN and infinity afterwards, before the next job: the GPU goes on meanwhile.
 void Doorbell::answer_job(uint32_t number) {
     const int32_t* header = at<int32_t>(layout_.header);
     try {
@@ -314,7 +314,7 @@ void Doorbell::run(const int32_t* header) {
     op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
     op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
-    host_->regimes[lane_] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
+    host_->regimes[size_t(lane_)] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
     proa::run(op, *host_, tokens_, lane_);
     done_at_ = Clock::now(), done_layer_ = layer_;
     add(moe_ns_, ns_between(begin, done_at_));

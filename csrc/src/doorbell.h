@@ -52,7 +52,8 @@ struct DoorbellSize {
     int most_tokens, top_k, hidden;
 };
 
-// Settings of the doorbell's thread. cpus: its affinity; empty: any. spin_us: how long it polls after the last step.
+// Settings of the doorbell's thread. lane: of the pool, on which it runs the jobs. cpus: its affinity; empty: any.
+// spin_us: how long it polls after the last step before it sleeps.
 // read_ahead: act on predictions. decode_tokens: jobs of up to this many tokens use decode's fixed kernels (Regime);
 // 0: none.
 struct DoorbellService {

@@ -34,7 +34,8 @@ class Tasks {
             all_.insert(all_.end(), team.begin(), team.end());
             phase.begin[&team - of_.data() + 1] = int(all_.size());
         }
-        // Published, so that no task is done twice. A worker's scratch is its own to write.
+        // publish() does the work, because it runs once per task, while run() may be repeated. The scratch belongs to
+        // the worker that calls it, so the cast is safe.
         phase.at_home = at_home;
         phase.context = this;
         phase.publish = [](const void* context, int task, const std::byte* scratch) {

@@ -166,7 +166,7 @@ bool fetch_down(const void* context, int task, int part) {
            fetch_part(w.panel(call.group[group].expert, at.node, at.first), bytes, size_t(part) % parts);
 }
 
-// Assigns tasks to the workers that have their weights in cache; null: none have.
+// Assigns tasks to the workers that have their weights in cache; null if nothing was read ahead.
 const Handing* hand_out(Call& call) {
     if (!call.op.ahead) return nullptr;
     call.group_experts.clear();

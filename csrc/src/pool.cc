@@ -59,9 +59,12 @@ Phase published(int tasks, int nodes, const void* context, decltype(Phase::publi
     return phase;
 }
 
-Pool::Pool(PoolOptions options) : options_(std::move(options)) {
-    for (Lane& lane : lanes_) lane.claims = std::make_unique<std::atomic<uint32_t>[]>(kMaxTasks);
-    for (Worker& caller : callers_) caller.scratch = reserve_scratch();
+Pool::Pool(PoolOptions options)
+    : options_(std::move(options)),
+      lanes_(std::make_unique<Lane[]>(size_t(options_.lanes))),
+      callers_(std::make_unique<Worker[]>(size_t(options_.lanes))) {
+    for (Lane& lane : all_lanes()) lane.claims = std::make_unique<std::atomic<uint32_t>[]>(kMaxTasks);
+    for (Worker& caller : callers()) prepare(caller);
     for (int node = 1; node < nodes(); ++node)
         if (options_.teams[node].empty()) orphans_.push_back(node);
     for (int node = 0; node < nodes(); ++node) {
@@ -69,12 +72,17 @@ Pool::Pool(PoolOptions options) : options_(std::move(options)) {
         for (const int& cpu : options_.teams[node]) {
             auto worker = std::make_unique<Worker>();
             worker->node = node, worker->cpu = cpu, worker->rank = int(&cpu - options_.teams[node].data());
-            worker->scratch = reserve_scratch();
+            prepare(*worker);
             workers_.push_back(std::move(worker));
         }
     }
     threads_.store(int(workers_.size()) + 1);
     for (auto& worker : workers_) start(*worker);
+}
+
+void Pool::prepare(Worker& worker) const {
+    worker.scratch = reserve_scratch();
+    worker.on = std::make_unique<OnLane[]>(size_t(lanes()));
 }
 
 void Pool::start(Worker& worker) {
@@ -103,12 +111,12 @@ Pool::~Pool() {
         worker->thread.join();
         munmap(worker->scratch, kScratchBytes);
     }
-    for (Worker& caller : callers_) munmap(caller.scratch, kScratchBytes);
+    for (Worker& caller : callers()) munmap(caller.scratch, kScratchBytes);
 }
 
 void Pool::run(const Phase& phase, int lane_index, const Phase* then) {
     if (phase.begin[phase.nodes] == 0) return;
-    Lane& lane = lanes_[lane_index];
+    Lane& lane = lanes_[size_t(lane_index)];
     check(phase);
     if (then) check(*then);
     if (!lane.announced) take_lane(lane);
@@ -118,7 +126,7 @@ void Pool::run(const Phase& phase, int lane_index, const Phase* then) {
     if (lane.announced) post(lane, *then, after(lane.epoch.load(std::memory_order_relaxed)));
     if (asleep_.load(std::memory_order_seq_cst)) wake();
     try {
-        finish(lane_index, callers_[lane_index]);
+        finish(lane_index, callers_[size_t(lane_index)]);
     } catch (...) {
         close(lane);
         abandon(lane);
@@ -130,7 +138,7 @@ void Pool::run(const Phase& phase, int lane_index, const Phase* then) {
 
 void Pool::announce(const Phase& phase, int lane_index) {
     if (!is_announced(phase)) return;
-    Lane& lane = lanes_[lane_index];
+    Lane& lane = lanes_[size_t(lane_index)];
     check(phase);
     take_lane(lane);
     post(lane, phase, after(lane.epoch.load(std::memory_order_relaxed)));
@@ -159,7 +167,7 @@ void Pool::withdraw() { empty(idle_); }
 
 void Pool::run_alone(const Phase& phase, int lane_index) {
     [[maybe_unused]] const FlushSubnormals flush;
-    std::byte* scratch = callers_[lane_index].scratch;
+    std::byte* scratch = callers_[size_t(lane_index)].scratch;
     const int tasks = phase.begin[phase.nodes];
     for (int task = 0; task < tasks; ++task) {
         if (phase.run_before)
@@ -170,7 +178,8 @@ void Pool::run_alone(const Phase& phase, int lane_index) {
     }
 }
 
-// Stops workers from starting tasks of a phase whose caller leaves with an error, or of the one after it.
+// After an error: no worker starts another task of the open phase, or of the announced one. Returns when none is inside
+// a task.
 void Pool::abandon(Lane& lane) {
     empty(lane);
     lane.done.store(0), lane.tasks.store(0);
@@ -182,7 +191,7 @@ void Pool::abandon(Lane& lane) {
 
 // Works until every task of the lane's phase is published.
 void Pool::finish(int lane_index, Worker& self) {
-    Lane& lane = lanes_[lane_index];
+    Lane& lane = lanes_[size_t(lane_index)];
     Task task;
     int64_t waiting_since = 0;
     for (int spins = 0;; ++spins) {
@@ -200,7 +209,8 @@ void Pool::finish(int lane_index, Worker& self) {
     }
 }
 
-// Repeats a task that has been running for longer than any task takes. False if it is too early for that.
+// Repeats a task that has been running for longer than this thread's tasks have taken. False if it is too early for
+// that.
 bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     if (now_ns() - waiting_since_ns < std::max(kRedoAfterNs, 2 * self.longest_ns)) return false;
     Task task;
@@ -211,17 +221,19 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     return true;
 }
 
-// Takes a task of the phase after the open one and prefetches for it, until it may be started or a lane of higher
-// priority has work. False if there is no such task.
+// Takes a task of the announced phase and prefetches for it, until that phase is opened or a lane of higher priority
+// has work. False if there is no such task.
 bool Pool::hold(int lane_index, Worker& worker) {
-    Lane& lane = lanes_[lane_index];
-    if (!worker.queued[lane_index].tasks && !fetch_early(lane_index, worker)) return false;
-    const uint32_t epoch = worker.queued[lane_index].epoch;
+    Lane& lane = lanes_[size_t(lane_index)];
+    const Task& queued = worker.on[size_t(lane_index)].queued;
+    if (!queued.tasks && !fetch_early(lane_index, worker)) return false;
+    const uint32_t epoch = queued.epoch;
     int64_t waiting_since = 0;
     for (int spins = 0; after(lane.epoch.load(std::memory_order_acquire)) == epoch; ++spins) {
         if (fetch_early(lane_index, worker)) continue;
         relax();
-        if (std::any_of(lanes_, lanes_ + lane_index, [&](const Lane& first) { return any_work(first, worker.node); }))
+        const auto before = all_lanes().first(size_t(lane_index));
+        if (std::any_of(before.begin(), before.end(), [&](const Lane& first) { return any_work(first, worker.node); }))
             break;
         if (spins % 64) continue;
         if (stop_.load(std::memory_order_relaxed) || kill_.load(std::memory_order_relaxed)) break;
@@ -235,7 +247,7 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     if (options_.taken_for_test) options_.taken_for_test();
     std::atomic<uint32_t>& claimed = lane.claimed(task.id);
     uint32_t before = claimed.load(std::memory_order_acquire);
-    // If the task is published after this check, the claim below fails.
+    // If another thread publishes the task after this check, the compare-exchange below fails.
     if (is_over(lane, task)) return;
     const int64_t begin = now_ns();
     if (task.run_before)
@@ -271,29 +283,31 @@ void Pool::serve(Worker& worker) {
     worker.alive.store(false);
 }
 
-// Runs one task: of the first lane that has one, or a posted one for idle workers, or one that takes another worker too
-// long.
+// Runs one task: of the first lane that has one; else prefetches for an announced phase, until it opens; else runs a
+// task that was posted for idle workers; else repeats a task that has been running for too long on another thread.
+// Returns whether it did any of the first three.
 bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
     Task task;
-    for (int lane = 0; lane < kLanes; ++lane)
+    for (int lane = 0; lane < lanes(); ++lane)
         if (next_task(lane, worker, task)) {
-            execute(lanes_[lane], task, worker);
+            execute(lanes_[size_t(lane)], task, worker);
             return true;
         }
-    for (int lane = 0; lane < kLanes; ++lane)
+    for (int lane = 0; lane < lanes(); ++lane)
         if (hold(lane, worker)) return true;
     if (take(idle_, worker.node, task)) {
         task.run(task.context, task.id, worker.scratch);
         return true;
     }
-    for (Lane& lane : lanes_)
+    for (Lane& lane : all_lanes())
         if (idle_since_ns && lane.done.load(std::memory_order_relaxed) < lane.tasks.load(std::memory_order_relaxed))
             redo(lane, worker, idle_since_ns);
     return false;
 }
 
 bool Pool::any_work(int node) const {
-    return std::any_of(std::begin(lanes_), std::end(lanes_), [&](const Lane& lane) { return any_work(lane, node); }) ||
+    const auto every = all_lanes();
+    return std::any_of(every.begin(), every.end(), [&](const Lane& lane) { return any_work(lane, node); }) ||
            any_work(idle_, node);
 }
 

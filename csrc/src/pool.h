@@ -9,14 +9,16 @@
 // The phase after the open one may be announced: a worker without tasks takes one of those, and prefetches its inputs
 // until the phase is opened. So memory is not idle while the last tasks of a phase run (decision 039).
 //
-// Two lanes carry the phases of two callers (decode and prefill); workers check the first lane before every task. A
-// worker that finds no task on a lane runs what was posted for idle workers, which no caller waits for.
+// Each lane carries the phases of one caller. Before every task workers look for work on the lanes in their order, so a
+// lane has priority over those after it. A worker that finds no task on any lane runs what was posted for idle workers,
+// which no caller waits for.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,7 +31,6 @@ namespace proa {
 void relax();
 
 constexpr int kMaxNodes = 64;
-constexpr int kLanes = 2;
 constexpr size_t kScratchBytes = size_t(256) << 20;  // address space per worker; memory is allocated as it is touched
 constexpr int kMaxTasks = 1 << 20;                   // per phase
 
@@ -73,8 +74,9 @@ struct PoolOptions {
     bool pin = true;                           // bind each worker to its CPU,
     std::vector<std::vector<int>> homes = {};  // or, if given, to all CPUs of its team's home
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
-    bool redo = true;
-    void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
+    bool redo = true;                          // repeat tasks of a preempted worker, unless the phase is at_home
+    int lanes = 1;                             // callers that may run phases at the same time; at least 1
+    void (*taken_for_test)() = nullptr;        // called between taking a task and beginning it
 };
 
 class Pool {
@@ -85,6 +87,7 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int nodes() const { return int(options_.teams.size()); }
+    int lanes() const { return options_.lanes; }
     int threads() const {
         return threads_.load(std::memory_order_relaxed);
     }  // active ones, including the calling thread
@@ -93,8 +96,9 @@ class Pool {
     // workers, except the caller's, must keep at least one.
     void use(const std::vector<int>& workers);
 
-    // Runs a phase on a lane; the calling thread takes part as a member of node 0. One caller per lane at a time.
-    // Throws WorkerDied. Task functions must not throw. then: the lane's next phase, announced meanwhile.
+    // Runs a phase on a lane and returns when every task is published; the calling thread works too, as a member of
+    // node 0. One caller per lane at a time. Throws WorkerDied. Task functions must not throw. then: the lane's next
+    // phase, which is announced at once.
     void run(const Phase& phase, int lane = 0, const Phase* then = nullptr);
 
     // Announces the lane's next phase before its inputs exist. Does nothing if the phase has no `fetch`.
@@ -108,7 +112,8 @@ class Pool {
     void post(const Phase& phase);
     void withdraw();  // no further task of the posted phase is started
 
-    // Active workers do not sleep until let_sleep has been called as often: for callers that cannot wake them.
+    // Active workers do not sleep until let_sleep has been called as often: for work that a GPU submits, which cannot
+    // wake them.
     // Thread-safe.
     void keep_awake();
     void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
@@ -135,7 +140,8 @@ class Pool {
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
     };
-    struct Posted {  // read by late workers too: every field is atomic, and `epoch` is checked before and after
+    struct Posted {  // late workers read it while it is replaced: every field is atomic, and look_up() checks `epoch`
+                     // before and after
         std::atomic<uint64_t> epoch{0};
         std::atomic<decltype(Phase::run)> run{nullptr};
         std::atomic<decltype(Phase::run_before)> run_before{nullptr};
@@ -171,6 +177,11 @@ class Pool {
         bool at_home;
         const Handing* handing;
     };
+    struct alignas(64) OnLane {  // what a worker keeps for each lane
+        uint64_t looked = 0;     // the last epoch in which it searched for owned tasks,
+        size_t looked_at = 0;    // and how far
+        Task queued;             // a task taken in advance, if its `tasks` is not 0
+    };
     struct alignas(64) Worker {
         std::thread thread;
         std::byte* scratch = nullptr;
@@ -178,13 +189,14 @@ class Pool {
         std::atomic<bool> alive{false};
         int node = 0, cpu = -1, rank = 0;  // rank: in its team
         int64_t longest_ns = 0;            // of its tasks, decaying
-        uint64_t looked[kLanes] = {};      // the last epoch in which it searched for owned tasks,
-        size_t looked_at[kLanes] = {};     // and how far
-        Task queued[kLanes];               // a task taken in advance, if its `tasks` is not 0
+        std::unique_ptr<OnLane[]> on;      // by lane
     };
 
     static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
 
+    std::span<Lane> all_lanes() const { return {lanes_.get(), size_t(lanes())}; }
+    std::span<Worker> callers() const { return {callers_.get(), size_t(lanes())}; }
+    void prepare(Worker& worker) const;
     void start(Worker& worker);
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
@@ -218,8 +230,9 @@ class Pool {
 
     PoolOptions options_;
     std::vector<int> orphans_;  // nodes without workers, served by all teams
-    Lane lanes_[kLanes], idle_;
-    Worker callers_[kLanes];
+    const std::unique_ptr<Lane[]> lanes_;
+    const std::unique_ptr<Worker[]> callers_;  // the thread that calls run() on each lane
+    Lane idle_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<bool> stop_{false}, kill_{false};
     alignas(64) std::atomic<uint32_t> bell_{0};

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kIndexBits = 20;  // of Counter
 constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
-constexpr int kManyLeft = 2;  // tasks per worker
+constexpr int kManyLeft = 2;  // tasks per worker of the node: see has_many
 constexpr size_t kAllSeen = ~size_t(0);
 
 }  // namespace
@@ -42,7 +42,8 @@ void Pool::post(Lane& lane, const Phase& phase, uint64_t epoch) {
     }
 }
 
-// Hides the phase: workers find no data of its caller any more; those that are looking count as inside, see settle().
+// Removes the pointer to the phase's Handing, which its caller may free: a worker that has read the pointer before
+// counts as inside, so settle() waits for it.
 void Pool::close(Lane& lane) {
     lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
 }
@@ -52,7 +53,7 @@ void Pool::empty(Lane& lane) {
         for (Counter& counter : counters) counter.value.store(0, std::memory_order_seq_cst);
 }
 
-// Counters of tasks that finish at about the same time are in different cache lines.
+// Permutes the tasks' claims so that those of tasks that finish at about the same time lie in different cache lines.
 std::atomic<uint32_t>& Pool::Lane::claimed(int task) const {
     return claims[size_t((task & ~1023) | (task & 63) << 4 | (task >> 6 & 15))];
 }
@@ -74,22 +75,22 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
 
 // Takes a task to run now; if tasks prefetch for the following one, takes that one too, while many are left.
 bool Pool::next_task(int lane, Worker& worker, Task& task) {
-    Task& queued = worker.queued[lane];
+    Task& queued = worker.on[size_t(lane)].queued;
     const auto is_early = [&](const Task& it) {
-        return it.epoch == after(lanes_[lane].epoch.load(std::memory_order_acquire));
+        return it.epoch == after(lanes_[size_t(lane)].epoch.load(std::memory_order_acquire));
     };
     if (queued.tasks) {
         if (is_early(queued)) return false;
         task = queued;
         queued.tasks = 0;
-        if (is_over(lanes_[lane], task)) return next_task(lane, worker, task);
+        if (is_over(lanes_[size_t(lane)], task)) return next_task(lane, worker, task);
     } else if (!first_task(lane, worker, task)) {
         return false;
     } else if (is_early(task)) {
-        queued = task;  // the phase that it looked at is over, so this task is of the announced one
+        queued = task;  // the open phase ended during the search, so this task belongs to the announced one
         return false;
     }
-    if (task.run_before && has_many(lanes_[lane], worker.node) && first_task(lane, worker, queued) &&
+    if (task.run_before && has_many(lanes_[size_t(lane)], worker.node) && first_task(lane, worker, queued) &&
         queued.epoch == task.epoch)
         task.next = queued.id;
     return true;
@@ -97,7 +98,7 @@ bool Pool::next_task(int lane, Worker& worker, Task& task) {
 
 bool Pool::first_task(int lane, Worker& worker, Task& task) {
     task = Task();
-    if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) return true;
+    if (take_owned(lane, worker, task) || take(lanes_[size_t(lane)], worker.node, task)) return true;
     task.tasks = 0;
     return false;
 }
@@ -137,10 +138,10 @@ bool Pool::take_of(Lane& lane, uint64_t wanted, int node, Task& task) {
 // Takes a task of the phase after the open one, or prefetches a part of the inputs of the one that it took. False if
 // there is nothing left to do.
 bool Pool::fetch_early(int lane, Worker& worker) {
-    Task& queued = worker.queued[lane];
+    Task& queued = worker.on[size_t(lane)].queued;
     if (!queued.tasks) {
         queued = Task();
-        if (take(lanes_[lane], worker.node, queued, true)) return true;
+        if (take(lanes_[size_t(lane)], worker.node, queued, true)) return true;
         queued.tasks = 0;
         return false;
     }
@@ -151,11 +152,12 @@ bool Pool::fetch_early(int lane, Worker& worker) {
 
 // Takes the next task that is assigned to this worker.
 bool Pool::take_owned(int lane, Worker& worker, Task& task) {
-    const uint64_t epoch = lanes_[lane].epoch.load(std::memory_order_acquire);
-    size_t& at = worker.looked_at[lane];
-    if (worker.looked[lane] != epoch) worker.looked[lane] = epoch, at = 0;
+    const uint64_t epoch = lanes_[size_t(lane)].epoch.load(std::memory_order_acquire);
+    OnLane& own = worker.on[size_t(lane)];
+    size_t& at = own.looked_at;
+    if (own.looked != epoch) own.looked = epoch, at = 0;
     if (at == kAllSeen) return false;
-    if (look_up(lanes_[lane], epoch, task) && task.handing) {
+    if (look_up(lanes_[size_t(lane)], epoch, task) && task.handing) {
         for (const auto& owned = task.handing->owned; at < owned.size();)
             if (const Handing::Owned& each = owned[at++]; each.scratch == worker.scratch) {
                 task.id = each.task;

@@ -42,10 +42,12 @@ class Program {
             ~Settle() { pool.settle(); }
         } settle{host_->pool};
         if (host_->outbox) host_->outbox->finish();
-        host_->regimes[lane] = batch.regime();
+        host_->regimes[size_t(lane)] = batch.regime();
         for (size_t i = first; i < end; ++i)
             std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }
+
+    const Host& host() const { return *host_; }
 
     AttentionBatch batch;  // of the step, read by every attention
 

@@ -51,6 +51,16 @@ const std::byte* Pieces::reader(int id, int node, int panel) const {
     return readers_[task].load(std::memory_order_relaxed);
 }
 
+ReadAhead::ReadAhead(Host& host) : host_(host) {
+    if (host.reads_ahead.exchange(true))
+        throw Error(PROA_ERROR_ARGUMENT, "Another doorbell of this pool reads ahead, and only one can.");
+}
+
+ReadAhead::~ReadAhead() {
+    end();
+    host_.reads_ahead.store(false);
+}
+
 void ReadAhead::begin(const Experts& experts, const std::vector<int>& ids) {
     end();
     if (ids.empty()) return;

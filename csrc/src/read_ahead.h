@@ -1,7 +1,8 @@
-// Prefetch of weights that will probably be needed soon, by idle workers into the caches of those that will compute
-// with them. Belongs here: which pieces, and which worker read them. Never: predicting the experts, arithmetic.
+// Idle workers prefetch weights that will probably be needed soon, each into its own cache; later each task is given to
+// the worker that has its weights (hand_out). Belongs here: which pieces, and which worker read them. Never: predicting
+// the experts, arithmetic.
 //
-// It changes no result: the tasks read the same weights again, from cache.
+// A prefetch changes no result: the tasks read the same weights again, from cache.
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,7 @@ namespace proa {
 // Gate and up of some experts of one layer, split into the same tasks as a job with exactly these experts.
 class Pieces {
   public:
-    // ids: numbers of experts, the likeliest first. No worker may be reading.
+    // Replaces the pieces. ids: numbers of experts, the likeliest first. No worker may be in read().
     void cut(const Experts& experts, const std::vector<int>& ids, int threads);
     void read(int task, const std::byte* scratch) const;
 
@@ -41,8 +42,9 @@ class Pieces {
 
 class ReadAhead {
   public:
-    explicit ReadAhead(Host& host) : host_(host) {}
-    ~ReadAhead() { end(); }
+    // Throws Error (argument) if the host has another one: tasks for idle workers have one caller.
+    explicit ReadAhead(Host& host);
+    ~ReadAhead();
     ReadAhead(const ReadAhead&) = delete;
     ReadAhead& operator=(const ReadAhead&) = delete;
 
@@ -54,7 +56,7 @@ class ReadAhead {
     const Pieces* of(const Experts& experts) const;
 
   private:
-    static constexpr size_t kTurns = 4;  // rotated: a late worker may still read earlier pieces
+    static constexpr size_t kTurns = 4;  // used in rotation: a late worker may still read earlier pieces
     Host& host_;
     Pieces turns_[kTurns];
     size_t turn_ = 0;

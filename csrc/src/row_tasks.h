@@ -69,8 +69,8 @@ struct RowTasks {
     }
 };
 
-// Panels per task that reads them once: a multiple of `unit`, 1 or 2, and of kPanelsAtOnce if there are enough.
-// streamed: bytes read per panel; total: bytes of all tasks.
+// Number of panels per task if each task reads its panels once: a multiple of `unit`, 1 or 2, and of kPanelsAtOnce if
+// there are enough. streamed: bytes read per panel; total: bytes of all tasks.
 inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads) {
     const size_t wanted = std::clamp(total / size_t(threads * kTasksPerThread), kLeastTaskBytes, kMostTaskBytes);
     const int panels = int(wanted / std::max<size_t>(streamed, 1));
@@ -85,8 +85,8 @@ inline int streamed_step(const Matrix& w, int unit, int matrices, int groups, in
     return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
 }
 
-// Panels per task with many tokens: more panels reread the activations less often. all: panels of the phase, of which
-// every thread should get some tasks.
+// Number of panels per task with many tokens: the more panels, the less often activations are read again. all: panels
+// of the phase, of which every thread should get some tasks.
 inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& blocking) {
     const size_t fair = all / size_t(threads * kComputeTasksPerThread);
     return int(std::clamp(fair / size_t(unit), size_t(1), size_t(blocking.most_panels / unit))) * unit;
@@ -96,7 +96,7 @@ inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& 
 constexpr size_t kPartBytes = 4 << 10;
 constexpr size_t parts_of(size_t bytes) { return (bytes + kPartBytes - 1) / kPartBytes; }
 
-// Prefetches a part of them into the second-level cache; false if there is no such part.
+// Prefetches part `part` of `bytes` bytes of weights into the second-level cache; false if there is no such part.
 inline bool fetch_part(const uint8_t* from, size_t bytes, size_t part) {
     if (part >= parts_of(bytes)) return false;
     const size_t end = std::min(bytes, (part + 1) * kPartBytes);

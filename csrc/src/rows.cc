@@ -121,7 +121,8 @@ void place(const WriteKv& op, int first, int last, const std::byte* scratch) {
     }
 }
 
-// The results, then keys of one row; twice, since the time is spent on reading the logits.
+// A task's scratch holds the ids and weights of its rows, then one row of keys. The size counts the keys twice, which
+// makes tasks shorter: their time is spent on reading the logits.
 size_t row_bytes(const Route& op) { return size_t(op.rule.top_k) * 8 + size_t(round_up(op.rule.experts, 16)) * 8; }
 void compute(const Route& op, const Kernels& k, int first, int last, std::byte* scratch) {
     int32_t* ids = reinterpret_cast<int32_t*>(scratch);
@@ -182,7 +183,7 @@ void place(const Argmax& op, int first, int last, const std::byte* scratch) {
     std::memcpy(op.ids + first, scratch, size_t(last - first) * sizeof(int32_t));
 }
 
-// ---- the same for all of them
+// ---- tasks of every operation
 
 template <class Op>
 int task_rows(const Op& op) {

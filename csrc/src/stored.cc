@@ -157,7 +157,8 @@ void iq4_xs(const uint8_t* b, float* to) {
     for (int g = 0; g < 8; ++g) iq4(b + 8 + g * 16, float(iq4_xs_scale(b, g)) * half_at(b), to + g * 32);
 }
 
-// Both go through a float16 with their bits in its fields, which is 2^8 or 2^14 times too small.
+// e4m3 and e2m1 are read as a float16 with their exponent and fraction in its fields, which is 2^8 or 2^14 times too
+// small.
 float e4m3(uint8_t code) {
     const int32_t size = code & 0x7f;
     const uint32_t number = std::bit_cast<uint32_t>(from_half(uint16_t(size << 7)) * 0x1p8f);

@@ -103,7 +103,7 @@ void waiting_workers_prefetch() {
 
 // A worker that waits on the second lane switches to the first as soon as that has a task.
 void the_first_lane_has_priority_over_waiting() {
-    Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50, .redo = false});
+    Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50, .redo = false, .lanes = 2});
     struct Both {
         Link link{4};
         std::atomic<int> here{0};

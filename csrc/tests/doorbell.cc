@@ -6,6 +6,8 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
+#include <thread>
 
 #include "operations.h"
 #include "pack.h"
@@ -70,10 +72,10 @@ struct Job {
         weights = random.floats(ids.size());
         x = random.rows(size_t(tokens) * kHidden);
     }
-    std::vector<float> exact(const Layer& of, proa::Host& host) const {
+    std::vector<float> exact(const Layer& of, proa::Host& host, int lane = 0) const {
         std::vector<float> y(x.size());
         run_once(proa::Moe{&of.experts, kTopK, ids.data(), weights.data(), x.data(), kHidden, y.data(), kHidden, true},
-                 host, tokens);
+                 host, tokens, lane);
         return y;
     }
     void write(const Block& block, proa::Way way, uint32_t number) const {
@@ -92,22 +94,28 @@ struct Bench {
     std::vector<std::unique_ptr<Layer>> layers;
     Block block;
 
-    explicit Bench(int pool, void (*taken)() = nullptr) : host(options(pool, taken), proa::select_kernels("").kernels) {
+    explicit Bench(int pool, void (*taken)() = nullptr, int lanes = 2)
+        : host(options(pool, taken, lanes), proa::select_kernels("").kernels) {
         for (unsigned i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(i));
     }
-    static proa::PoolOptions options(int pool, void (*taken)()) {
+    static proa::PoolOptions options(int pool, void (*taken)(), int lanes) {
         proa::PoolOptions found = pool_options(pool);
         found.taken_for_test = taken;
+        found.lanes = lanes;
         return found;
     }
     std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100,
                                          bool read_ahead = false) {
+        return bell_in(block, 1, way, spin_us, read_ahead);
+    }
+    std::unique_ptr<proa::Doorbell> bell_in(const Block& of, int lane, proa::Way way = proa::Way::kNumber,
+                                            int spin_us = 100, bool read_ahead = false) {
         std::vector<const proa::Experts*> experts;
         for (const auto& layer : layers) experts.push_back(&layer->experts);
         const std::shared_ptr<proa::Host> unowned(&host, [](proa::Host*) {});
         const proa::DoorbellSize size{kMostTokens, kTopK, kHidden};
-        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, way,
-                                                proa::DoorbellService{1, spin_us, {}, read_ahead});
+        return std::make_unique<proa::Doorbell>(unowned, experts, of.memory.get(), size, way,
+                                                proa::DoorbellService{lane, spin_us, {}, read_ahead});
     }
 };
 
@@ -158,6 +166,54 @@ void answers_are_the_experts(int pool, proa::Way way, int rounds) {
     }
     CHECK(failure(*bell) == 0);
     CHECK(bell->counters().jobs == number);
+}
+
+// A doorbell on each lane, each with a GPU that rings it: every answer is that of its own job.
+void doorbells_answer_at_once(int lanes) {
+    Bench bench(2, nullptr, lanes + 1);
+    std::vector<Block> blocks;
+    for (int lane = 0; lane < lanes; ++lane) blocks.emplace_back();
+    std::vector<std::unique_ptr<proa::Doorbell>> bells;
+    for (int lane = 0; lane < lanes; ++lane) bells.push_back(bench.bell_in(blocks[size_t(lane)], lane));
+    std::mutex exact;  // the expected results are computed on the last lane, which has one caller at a time
+    std::vector<std::thread> gpus;
+    for (int lane = 0; lane < lanes; ++lane)
+        gpus.emplace_back([&, lane] {
+            Block& block = blocks[size_t(lane)];
+            proa::Doorbell& bell = *bells[size_t(lane)];
+            Random random(unsigned(70 + lane));
+            bell.arm();
+            for (uint32_t number = 1; number <= 60; ++number) {
+                const int layer = random.below(kLayers);
+                const Job job(random, layer, 1 + random.below(kMostTokens));
+                std::vector<float> want;
+                {
+                    const std::lock_guard lock(exact);
+                    want = job.exact(*bench.layers[size_t(layer)], bench.host, lanes);
+                }
+                CHECK(failure(bell) == 0);
+                job.write(block, proa::Way::kNumber, number);
+                CHECK(ring_and_wait(bell, proa::Way::kNumber, number, 60 * kSecond));
+                CHECK(!std::memcmp(want.data(), block.at<float>(block.layout.y), want.size() * 4));
+            }
+            bell.disarm();
+            CHECK(failure(bell) == 0 && bell.counters().jobs == 60);
+        });
+    for (std::thread& gpu : gpus) gpu.join();
+}
+
+void one_doorbell_of_a_pool_reads_ahead() {
+    Bench bench(2);
+    Block other;
+    auto first = bench.bell(proa::Way::kNumber, 100, true);
+    try {
+        bench.bell_in(other, 0, proa::Way::kNumber, 100, true);
+        CHECK(false);
+    } catch (const proa::Error& error) {
+        CHECK(error.code() == PROA_ERROR_ARGUMENT);
+    }
+    first.reset();
+    CHECK(bench.bell_in(other, 0, proa::Way::kNumber, 100, true));
 }
 
 // Predictions, right, wrong or invalid, change no answer; right ones are counted.
@@ -313,6 +369,8 @@ int main() {
         for (int pool : kPools) answers_are_the_experts(pool, way, 60);
         failures_end_every_wait(way);
     }
+    for (int lanes : {1, 2, 3, 5}) doorbells_answer_at_once(lanes);
+    one_doorbell_of_a_pool_reads_ahead();
     for (int pool : kPools) predictions_change_no_answer(pool);
     a_dead_worker_is_reported_without_a_job();
     non_finite_results_are_reported();

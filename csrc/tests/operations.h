@@ -67,6 +67,7 @@ inline proa::PoolOptions pool_options(int kind) {
     proa::PoolOptions options;
     options.pin = false;
     options.spin_us = 50;
+    options.lanes = 2;
 #ifdef __SANITIZE_THREAD__
     // A repeated task may read inputs that have been replaced since; its result is dropped. That is formally a data
     // race, so repeating is left to the test of the pool, whose tasks use atomics.
@@ -91,8 +92,8 @@ constexpr const char* kIsas[] = {"scalar", "scalar-tiles", "avx2", "avx512", "av
 
 // Runs an operation once and settles, so that no late worker reads it.
 template <class Op>
-void run_once(const Op& op, proa::Host& host, int rows) {
-    run(op, host, rows, 0);
+void run_once(const Op& op, proa::Host& host, int rows, int lane = 0) {
+    run(op, host, rows, lane);
     host.pool.settle();
 }
 

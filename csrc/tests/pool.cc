@@ -170,22 +170,24 @@ void workers_stay_at_home() {
     CHECK(code_of([&] { nowhere.check_bound(); }) == PROA_ERROR_SYSTEM);
 }
 
-void two_lanes_work_at_once() {
-    Pool pool({.teams = {{0, 0}}, .pin = false});
-    std::thread other([&] {
-        for (int i = 0; i < 200; ++i) {
-            Count count(30);
-            pool.run(counting(count, 1), 1);
-            CHECK(count.each_once());
-        }
-    });
-    for (int i = 0; i < 200; ++i) {
-        Count count(30);
-        pool.run(counting(count, 1), 0);
-        CHECK(count.each_once());
-    }
-    other.join();
-    pool.settle();
+// A caller on each lane, with announced phases on some: every task runs once, on every number of lanes.
+void lanes_work_at_once(int lanes) {
+    Pool pool({.teams = {{0, 0}, {0}}, .pin = false, .spin_us = 50, .redo = false, .lanes = lanes});
+    CHECK(pool.lanes() == lanes);
+    std::vector<std::thread> callers;
+    for (int lane = 0; lane < lanes; ++lane)
+        callers.emplace_back([&pool, lane] {
+            for (int i = 0; i < 200; ++i) {
+                Count count(30 + lane), after(7);
+                Phase then = counting(after, 2);
+                if (lane % 2) then.fetch = [](const void*, int, int part) { return part < 2; };
+                pool.run(counting(count, 2), lane, &then);
+                pool.run(then, lane);
+                CHECK(count.each_once() && after.each_once());
+                pool.settle();
+            }
+        });
+    for (std::thread& caller : callers) caller.join();
 }
 
 void two_pools_work_at_once() {
@@ -333,7 +335,7 @@ int main() {
     only_those_in_use_work();
     inactive_workers_do_not_work();
     workers_stay_at_home();
-    two_lanes_work_at_once();
+    for (int lanes : {1, 2, 3, 5}) lanes_work_at_once(lanes);
     two_pools_work_at_once();
     a_late_workers_task_is_done_again();
     a_worker_late_for_a_task_leaves_later_phases_alone();

@@ -309,10 +309,23 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens of a prompt are computed; `cached` of them came from the prefix cache."""
+    """How many tokens of a prompt are computed; `cached` of them came from the prefix cache. Tokens that pass the
+    layers together count by the fraction of the layers that they have passed."""
 
     computed: int
     cached: int
+
+
+class PromptExperts(msgspec.Struct, frozen=True, array_like=True):
+    """Which processor computed the experts in RAM for a prompt, in prompt tokens: `streamed` with experts that were
+    copied to the GPU, `cpu` with experts that the CPU computed.
+
+    A step may divide its experts between both, and may have tokens of several prompts. Each token then counts by the
+    fraction of the step's experts in RAM that were copied, whichever experts the router chose for it.
+    """
+
+    streamed: int
+    cpu: int
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -323,6 +336,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # only with the first token; [0] is None
     cached_tokens: int | None = None  # prompt tokens from the prefix cache; only with the first token
+    prompt_experts: PromptExperts | None = None  # only with the first token, where a GPU has experts in RAM
     finish: FinishReason | None = None
     error: str = ""  # the message if finish is "error"
     stop_token: int | None = None  # the eos or stop token that ended the sequence; not in `tokens`
@@ -357,6 +371,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: list[int] | None = None  # on each choice's first chunk
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int | None = None
+    prompt_experts: PromptExperts | None = None
     progress: Progress | None = None  # such a chunk has nothing else
     score: float | None = None  # of the answer; only in beam search, on the last chunk
 

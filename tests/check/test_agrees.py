@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import proa.check.compare
 import proa.check.run
 from check_runs import SIM, checked, found
+from proa.check.apart import OutOfTime
+from proa.check.compare import Comparison
 from proa.check.drive import CACHED, DECODE, PROMPT
-from proa.check.report import answer
+from proa.check.observe import observe
+from proa.check.report import answer, notes, scope
+from proa.check.run import Answer, Failed
+from proa.check.verdict import Observed
 from tiny import TINY, make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
 from tiny_quantised import DECODED, SCHEMES, make_quantised
@@ -73,15 +80,70 @@ def test_a_head_in_parts(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     assert checked(make_tiny(name, tmp_path), monkeypatch, only="CPU, avx2").agrees
 
 
-@pytest.mark.parametrize(
-    ("paths_share", "said"), [(0.0, "no: no path could be checked"), (1e9, "no: there was no time to compare a layer")]
-)
-def test_out_of_time(paths_share: float, said: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(proa.check.run, "LIMIT_S", 1e-6)
-    monkeypatch.setattr(proa.check.run, "_PATHS_SHARE", paths_share)
+def test_no_time_for_any_path(tmp_path: Path, monkeypatch: Patch) -> None:
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, avx2", limit_s=1e-6)
+    assert report.answer is Answer.NONE
+    assert report.late == ["CPU, avx2"]
+    assert "not compared: CPU, avx2: the time limit of 0 s" in list(notes(report))
+    assert answer(report).startswith(
+        "no answer: the time limit left out 1 paths; what was compared agrees. Give --time"
+    )
+
+
+def test_a_path_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The process of the path sleeps, and is killed."""
+
+    def slow(name: str, *args: Any, **more: Any) -> Observed | str:
+        if name == "CPU, avx2":
+            time.sleep(600)
+        return observe(name, *args, **more)
+
+    monkeypatch.setattr(proa.check.run, "observe", slow)
+    monkeypatch.setattr(proa.check.run, "_BEGIN_SHARE", 1.0)
+    start = time.perf_counter()
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, avx", limit_s=8.0)
+    assert time.perf_counter() - start < 30
+    assert "CPU, avx2" in report.late
+    assert report.answer is Answer.NONE
+    assert [path.name for path in report.observed if path.name == "CPU, avx2"] == []
+
+
+def test_the_reference_stops_at_any_op(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The limit is reached before the reference, within a layer, within the head, and not at all."""
+    calls, most = 0, 10**9
+
+    class Late(Comparison):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args[:-1], self._late)
+
+        def _late(self) -> None:
+            nonlocal calls
+            if calls == most:
+                raise OutOfTime
+            calls += 1
+
+    monkeypatch.setattr(proa.check.run, "Comparison", Late)
+    folder = make_tiny("qwen3-moe", tmp_path)
+    assert checked(folder, monkeypatch, only="CPU, avx2").agrees
+    found: list[list[int]] = []
+    for limit in (0, calls // 2, calls - 1):
+        calls, most = 0, limit
+        report = checked(folder, monkeypatch, only="CPU, avx2")
+        assert report.answer is Answer.NONE
+        assert not report.has_logits
+        assert "not compared, for lack of time" in scope(report)
+        assert "the logits; what was compared agrees" in answer(report)
+        found.append(report.left)
+    assert found[0] == [0, 1, 2]
+    assert found[1] in ([1, 2], [2])
+    assert found[2] == []
+
+
+def test_a_difference_is_a_no_even_if_time_ran_out(tmp_path: Path, monkeypatch: Patch) -> None:
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, avx2")
-    assert not report.agrees
-    assert answer(report).startswith(said)
+    report.late, report.failed = ["GPU"], [Failed("CPU, amx", "its process was ended by SIGILL.")]
+    assert report.answer is Answer.NO
+    assert answer(report).startswith("no: 1 of 2 paths differ")
 
 
 def test_no_mutation_moves_experts(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -1,11 +1,14 @@
-"""`proa plan`, run as by a user: for this machine, for a described one, and beside the server that it plans."""
+"""`proa plan`, run as by a user: for this machine, for a described one, and beside the server that it plans. Refusals
+are of the command in this process."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import programs
 from e2e.serving import LIMIT_S, serving
 from fakes import make_tokenizer
 from families.hub_texts import CONFIGS
+from proa.cli.main import main
 from proa.config.field import declarations
 from proa.config.options import EngineOptions
 from proa.machine.load import Load
@@ -31,6 +35,21 @@ VOCAB, HIDDEN = 512, 256
 
 def proa(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(programs.proa(*argv), capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Runs `proa plan` in this process: its exit code, and what it prints on stderr; stdout must stay empty."""
+
+    def run(*argv: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["proa", "plan", *argv])
+        code, (out, err) = main(), capsys.readouterr()
+        assert out == ""
+        assert err.startswith("proa: ")
+        assert "Traceback" not in err
+        return code, err
+
+    return run
 
 
 def plan(*argv: str) -> dict[str, Any]:
@@ -187,16 +206,15 @@ def test_every_engine_option_is_accepted() -> None:
     ],
 )
 def test_what_cannot_fit_is_refused(
-    name: str, flags: tuple[str, ...], code: int, message: str, big_machine: Path, tmp_path: Path
-) -> None:
-    done = proa("plan", str(published(tmp_path, name)), "--machine", str(big_machine), *flags)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith("proa: ")
-    assert "Traceback" not in done.stderr
-    assert re.search(message, done.stderr, re.IGNORECASE), done.stderr
+    name: str, flags: tuple[str, ...], code: int, message: str, big_machine: Path, tmp_path: Path,
+    refused: Callable[..., tuple[int, str]],
+) -> None:  # fmt: skip
+    found, text = refused(str(published(tmp_path, name)), "--machine", str(big_machine), *flags)
+    assert found == code
+    assert re.search(message, text, re.IGNORECASE), text
 
 
-def test_bad_input_is_refused(big_machine: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused(big_machine: Path, tmp_path: Path, refused: Callable[..., tuple[int, str]]) -> None:
     content = json.loads(big_machine.read_bytes())
     content["machine"]["ram_gb"] = 64
     wrong = tmp_path / "wrong.json"
@@ -209,12 +227,12 @@ def test_bad_input_is_refused(big_machine: Path, tmp_path: Path) -> None:
         (str(tmp_path) + "/", str(big_machine)): (3, "has no config.json"),
     }
     for (folder, machine), (code, message) in cases.items():
-        done = proa("plan", folder, "--machine", machine)
-        assert (done.returncode, done.stdout) == (code, "")
-        assert message in done.stderr
+        found, text = refused(folder, "--machine", machine)
+        assert found == code
+        assert message in text
     config = CONFIGS["moonshotai/Kimi-K2-Instruct"] | {"quantization_config": {"quant_method": "hqq"}}
     (model / "config.json").write_text(json.dumps(config))
-    done = proa("plan", str(model), "--machine", str(big_machine))
-    assert done.returncode == 3
-    assert "the quantisation 'hqq' is not implemented" in done.stderr
-    assert "Proa loads fp8" in done.stderr
+    found, text = refused(str(model), "--machine", str(big_machine))
+    assert found == 3
+    assert "the quantisation 'hqq' is not implemented" in text
+    assert "Proa loads fp8" in text

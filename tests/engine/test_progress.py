@@ -28,3 +28,24 @@ def test_progress_of_prefill_chunks(turns: bool, tmp_path: Path) -> None:
         assert [event.progress for event in events if event.progress is not None] == expected
         assert sum(len(event.tokens) for event in events) == 4
         assert all(not event.tokens and event.finish is None for event in events if event.progress is not None)
+
+
+def test_progress_of_a_prompt_beside_decode(tmp_path: Path) -> None:
+    """Between decode steps a chunk of 32 tokens passes three blocks one by one."""
+    case = case_of(load_decoder(make_tiny("qwen3-moe", tmp_path)), durations=(1.0, 1.0), rows=32)
+    engine = case.engine
+    engine.submit(request("decoding", [5, 6], 60))
+    engine.step()
+    engine.submit(request("told", [i % 250 for i in range(50)], 2, return_progress=True))
+    events = finish_all(engine)
+    told = [event.progress for event in events["told"] if event.progress is not None]
+    assert case.blocks == 3
+    assert told == [Progress(done, 0) for done in (10, 21, 32, 38, 44)]
+    assert sum(len(event.tokens) for event in events["told"]) == 2
+    assert all(event.progress is None for event in events["decoding"])
+
+
+def test_without_a_gpu_no_prompt_is_divided(tmp_path: Path) -> None:
+    engine = case_of(load_decoder(make_tiny("qwen3-moe", tmp_path)), turns=False).engine
+    engine.submit(request("a", [5, 6], 2))
+    assert all(event.prompt_experts is None for event in finish_all(engine)["a"])

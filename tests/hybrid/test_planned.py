@@ -87,3 +87,27 @@ def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCa
     engine.settle()
     engine.settle()
     assert caplog.text.count("cannot be written") == 1
+
+
+@pytest.mark.parametrize("prefill", ["stream", "cpu"])
+def test_a_request_knows_where_its_experts_were_computed(prefill: str, tmp_path: Path) -> None:
+    """Two prompts of one step share its division; tokens from the prefix cache do not count."""
+    engine, _ = load(make_tiny("qwen3-moe", tmp_path), expert_placement="uniform", prefill=prefill)
+    prompts = {"a": list(range(20, 180)), "b": list(range(120, 220)), "again": [*range(20, 180), 7, 8, 9]}
+    first = {}
+    for names in (["a", "b"], ["again"]):
+        for name in names:
+            engine.submit(request(name, prompts[name], 3, return_progress=True))
+        for name, events in finish_all(engine).items():
+            first[name] = next(event for event in events if event.tokens)
+            assert all(event.prompt_experts is None for event in events if event is not first[name])
+    done = engine.stats().prefill
+    for name, event in first.items():
+        experts, cached = event.prompt_experts, event.cached_tokens
+        assert experts is not None
+        assert cached is not None
+        assert (cached > 0) == (name == "again")
+        assert experts.streamed + experts.cpu == len(prompts[name]) - cached
+        share = done.streamed / max(1, done.streamed + done.left_to_cpu)
+        assert experts.streamed == pytest.approx((len(prompts[name]) - cached) * share, abs=1)
+    assert (done.streamed > 0) == (prefill == "stream")

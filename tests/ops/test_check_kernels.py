@@ -30,7 +30,7 @@ def waits(out, N: tl.constexpr):
 def variants():
     types = {"a": "*fp16", "b": "*fp16", "out": "*fp32"}
     yield Variant(product, types, {"N": 16, "WRONG": False}, least=80, newest=88)
-    yield Variant(product, types, {"N": 256, "WRONG": False}, warps=8, least=86)
+    yield Variant(product, types, {"N": 256, "WRONG": False}, warps=8, least=86, newest=88)
     yield Variant(product, types, {"N": 32, "WRONG": True}, least=90)
     yield Variant(product, types, {"N": 64}, least=90)
     yield Variant(waits, {"out": "*i32"}, {"N": 128})
@@ -56,27 +56,36 @@ def test_the_failing_kernel_is_named(tmp_path: Path) -> None:
     assert refused == {75, 80, 86, 89}
 
 
-def marks(folder: Path, name: str, text: str) -> list[str]:
-    """Fingerprints of the five variants of a module; in a process of its own, where Triton compiles."""
-    (folder / f"{name}.py").write_text(text)
+def marks(folder: Path, texts: dict[str, str]) -> dict[str, list[str]]:
+    """Fingerprints of the five variants of each module, by its name; in one process of their own, where Triton
+    compiles."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
     paths = os.pathsep.join((str(TOOL.parent), str(folder)))
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    code = f"import check_kernels as c; print(*(c.fingerprint_of({name!r}, i) or '-' for i in range(5)))"
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout.split()
+    each = "print(*(c.fingerprint_of(module, i) or '-' for i in range(5)))"
+    code = f"import check_kernels as c, sys\nfor module in sys.argv[1:]: {each}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *texts], env=environment, capture_output=True, text=True, check=True
+    )
+    return dict(zip(texts, map(str.split, done.stdout.splitlines()), strict=True))
 
 
 def test_a_fingerprint_follows_the_kernel_and_its_options(tmp_path: Path) -> None:
     """It depends on what is compiled, not on where the function stands in its file."""
-    first = marks(tmp_path, "first_kernels", KERNELS)
-    assert [mark == "-" for mark in first] == [False, False, True, True, False], "two cannot be lowered"
-    assert marks(tmp_path, "moved_kernels", KERNELS.replace("@triton.jit", "# a comment\n\n@triton.jit")) == first
     changed = KERNELS.replace("a + at", "a + at + 1").replace("warps=8", "warps=4")
-    other = marks(tmp_path, "other_kernels", changed)
+    texts = {
+        "first_kernels": KERNELS,
+        "moved_kernels": KERNELS.replace("@triton.jit", "# a comment\n\n@triton.jit"),
+        "other_kernels": changed,
+        "warps_kernels": KERNELS.replace("warps=8", "warps=4"),
+    }
+    first, moved, other, warps = marks(tmp_path, texts).values()
+    assert [mark == "-" for mark in first] == [False, False, True, True, False], "two cannot be lowered"
+    assert moved == first
     assert [a == b for a, b in zip(first, other, strict=True)] == [False, False, True, True, True]
-    assert marks(tmp_path, "warps_kernels", KERNELS.replace("warps=8", "warps=4"))[1] not in (first[1], other[1])
+    assert warps[1] not in (first[1], other[1])
 
 
 def test_what_passed_before_is_listed() -> None:

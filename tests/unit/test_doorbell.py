@@ -97,7 +97,7 @@ def test_garbage_collection_closes_it_before_its_memory() -> None:
         ({"size": JobSize(6, 2, 64)}, "too small"),
         ({"offset": 4}, "aligned to 64"),
         ({"layers": 0}, "1 to 65536 layers"),
-        ({"service": Service(lane=2)}, "lanes 0 and 1"),
+        ({"service": Service(lane=2)}, "Lane 2 does not exist"),
         ({"service": Service(cpus=(-1,))}, "CPUs 0 to 1023"),
         ({"service": Service(spin_us=-1)}, "cannot be negative"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -142,3 +143,37 @@ def test_more_rows_than_the_buffers_have() -> None:
 def test_a_worker_that_cannot_be_bound_is_an_error() -> None:
     with pytest.raises(NativeError, match="could not be bound to CPU 1000"):
         Pool([[1000]])
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 5])
+def test_every_lane_has_its_own_caller(lanes: int) -> None:
+    """Threads run programs on all lanes at once, with the results that each has alone."""
+    with Pool([[0, 0]], pin=False, lanes=lanes) as pool:
+        torch.manual_seed(lanes)
+        made = [recorded(pool) for _ in range(lanes)]
+        for recorder, _ in made:
+            recorder.program.run(0, 1, 4)
+        alone = [y.clone() for _, y in made]
+        failures: list[str] = []
+
+        def work(lane: int) -> None:
+            recorder, y = made[lane]
+            for _ in range(100):
+                y.zero_()
+                recorder.program.run(0, 1, 4, lane=lane)
+                if not torch.equal(y, alone[lane]):
+                    failures.append(f"lane {lane}")
+
+        threads = [threading.Thread(target=work, args=(lane,)) for lane in range(lanes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        with pytest.raises(ValueError, match=f"Lane {lanes} does not exist: the pool was created with {lanes} of them"):
+            made[0][0].program.run(0, 1, 4, lane=lanes)
+
+
+def test_a_pool_has_a_lane() -> None:
+    with pytest.raises(ValueError, match="at least one lane"):
+        Pool([[]], pin=False, lanes=0)

@@ -1,10 +1,10 @@
 // The C interface of Proa's native library: all functions and types that other programs may use, with proa/tables.h.
 //
 // Rules, for every function below:
-// - It returns PROA_OK or an error code; proa_last_error() then gives the reason in one sentence. (The only
-//   exceptions are proa_abi_version and proa_last_error themselves.)
+// - It returns PROA_OK or an error code; proa_last_error() then gives the reason in one sentence. The exceptions are
+//   proa_abi_version, proa_last_error, and the host functions proa_doorbell_call_ring and proa_doorbell_call_wait.
 // - Handles are opaque pointers. Sizes are in elements, or in bytes if the name says so; all arguments are checked.
-// - No exception crosses it, and it needs no header of torch, CUDA or Python.
+// - No exception crosses the interface, and this header needs none of torch, CUDA or Python.
 // PROA_ABI_VERSION is increased by every change that breaks existing callers.
 
 #ifndef PROA_NATIVE_H
@@ -23,7 +23,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 10
+#define PROA_ABI_VERSION 11
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // an argument is invalid
@@ -95,9 +95,11 @@ typedef struct proa_pool_options {
     const char* isa;            // "" or null: the best; else the name of kernels that this CPU can run
     const int32_t* homes;       // null, or the CPUs that any worker of a team may run on, team by team
     const int32_t* home_begin;  // [teams + 1] into homes
+    int32_t lanes;              // at least 1: threads that may call at the same time, each with a lane of its own
 } proa_pool_options;
 
-// The kernels that a pool with this `isa` gets, and why none better. Both texts have room for `bytes` bytes.
+// Writes the name of the kernels that a pool with this `isa` gets, and why it gets no better ones: "" if there are
+// none, "asked for" if `wanted` names them. Both texts have room for `bytes` bytes.
 PROA_API int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes);
 
 PROA_API int proa_pool_create(const proa_pool_options* options, proa_pool** out);
@@ -189,7 +191,7 @@ PROA_API int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count
 // Dequantises the rows of a job whose source is quantised and in memory, to float32 [rows][columns].
 PROA_API int proa_decode(const proa_fill_job* job, float* to);
 
-// Calls proa_arena_touch on [firsts[i], firsts[i] + counts[i]) of arenas[i] by the workers of teams[i].
+// The workers of team teams[i] call proa_arena_touch on [firsts[i], firsts[i] + counts[i]) of arenas[i], for all i.
 PROA_API int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas, const int64_t* firsts,
                         const int64_t* counts, int64_t parts);
 
@@ -213,14 +215,15 @@ PROA_API int proa_experts_destroy(proa_experts* experts);
 PROA_API int proa_linear(proa_pool* pool, const proa_matrix* weights, int64_t outputs, const float* bias, const void* x,
                          int64_t x_stride, void* y, int64_t y_stride, int wide, int64_t tokens, int lane);
 
-// ids, weights: [tokens][top_k]; an id of -1 is skipped. top_k 0: all tokens to the only expert, weight 1.
+// ids, weights: [tokens][top_k]; an id of -1 is skipped. top_k 0: every token gets expert 0, with weight 1.
 PROA_API int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const int32_t* ids,
                       const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride, int wide,
                       int64_t tokens, int lane);
 
 // ---- ceilings: limits of the machine, and the time of experts. For benchmarks.
 
-// Bytes/s that `workers` threads of the pool read together for about `seconds`: a free thread takes the next 1 MB.
+// Bytes/s that `workers` threads of the pool read together for about `seconds`, in chunks of 1 MiB: a thread that has
+// finished one takes the next.
 // Range i, [data[i], data[i] + bytes[i]), is read by team i; only ranges larger than all caches measure memory.
 PROA_API int proa_measure_read(proa_pool* pool, const void* const* data, const int64_t* bytes, int64_t spans,
                                int workers, double seconds, double* bytes_per_s);
@@ -269,8 +272,8 @@ PROA_API int proa_program_set_batch(proa_program* program, int64_t sequences, co
                                     const int32_t* kv_lens, const int32_t* states, const int32_t* page_table,
                                     int64_t table_stride, int64_t pages, int64_t page_tokens);
 
-// Sets the kernels of the next batches. BY_ROWS (initially): the fastest for the number of rows. DECODE (one row per
-// sequence) and PROMPT (any batch): fixed kernels, so that a row has the same bits whatever other rows a step has.
+// Sets which kernels compute the next batches. BY_ROWS (initially): the fastest for the number of rows. DECODE (one row
+// per sequence) and PROMPT (any batch): fixed kernels, so that a row has the same bits whatever other rows a step has.
 #define PROA_REGIME_BY_ROWS 0
 #define PROA_REGIME_DECODE 1
 #define PROA_REGIME_PROMPT 2
@@ -397,15 +400,15 @@ typedef struct proa_doorbell proa_doorbell;
 //
 // A GPU that cannot store a changing number has its jobs copied, from `header` on, with the number (int32) behind the
 // tokens; ids, weights and x are then at their offsets in a block for that number of tokens, y at its usual one. A
-// number equal to that of the last answered job means that there is no job. It rings
+// number equal to that of the last answered job means that there is no job. The GPU rings
 // - by flags (uint32): it waits until `ready` & 0x80000001, copies the job, writes 1 to `rung`, waits until
 //   `done` & 0x80000001 and writes 0 to `rung`. After a failure both keep their highest bit;
 // - or by calls, in this order: copy the job, proa_doorbell_call_ring, proa_doorbell_call_wait.
 //
-// At any time it may publish a prediction of the experts that the next job will need, so that idle workers read their
-// weights into their caches: foreseen_ids int32 [rows][top_k], up to PROA_FORESEEN_ROWS rows, each with its likeliest
-// expert first, -1 for none; layer and rows (int32); then a changed number (uint32, release) at `foreseen`. It is not
-// answered.
+// At any time the GPU may publish a prediction of the experts that the next job will need, so that idle workers read
+// their weights into their caches: foreseen_ids int32 [rows][top_k], up to PROA_FORESEEN_ROWS rows, each with its
+// likeliest expert first, -1 for none; layer and rows (int32); then a changed number (uint32, release) at `foreseen`. A
+// prediction is not answered.
 typedef struct proa_doorbell_layout {
     int64_t rung, answered, dead, done, ready, header, ids, weights, x, y;
     int64_t foreseen, foreseen_layer, foreseen_rows, foreseen_ids;
@@ -439,8 +442,8 @@ typedef struct proa_doorbell_options {
 PROA_API int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, proa_doorbell** out);
 PROA_API int proa_doorbell_destroy(proa_doorbell* doorbell);
 
-// Call before a step that may ring, and after it; steps may overlap. Between the two its thread and the workers do not
-// sleep. After the last step no worker reads weights or jobs, so that they may be freed.
+// Call arm before a step that may ring, and disarm after it; steps may overlap. Between the two the doorbell's thread
+// and the workers do not sleep. After the last step no worker reads weights or jobs, so that they may be freed.
 PROA_API int proa_doorbell_arm(proa_doorbell* doorbell);
 PROA_API int proa_doorbell_disarm(proa_doorbell* doorbell);
 
@@ -451,7 +454,8 @@ PROA_API int proa_doorbell_check(proa_doorbell* doorbell);
 // Fails the doorbell: pending waits for answers return.
 PROA_API int proa_doorbell_fail(proa_doorbell* doorbell, const char* why);
 
-// The GPU's part of the protocol, for a CPU in place of a GPU. answered: 0 after a failure or the timeout.
+// The GPU's part of the protocol, for tests and for a GPU that is simulated on the CPU. answered: 0 after a failure or
+// the timeout.
 PROA_API int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number);
 PROA_API int proa_doorbell_wait(proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered);
 

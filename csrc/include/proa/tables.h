@@ -1,6 +1,6 @@
 // The tables of Proa's native library: what formats, stored types and limits there are. A part of proa/native.h, which
-// has the rules. Each function that returns a table gives a static array; row_bytes is the size of a row in the
-// caller's header, and must be the library's.
+// has the rules. A function that returns a table sets a pointer to a static array; row_bytes is the size of a row in
+// the caller's header, and an error unless the library's rows have the same.
 
 #ifndef PROA_TABLES_H
 #define PROA_TABLES_H
@@ -39,7 +39,7 @@ typedef struct proa_stored_info {
 } proa_stored_info;
 PROA_API int proa_get_stored_types(const proa_stored_info** rows, int64_t* count, int64_t row_bytes);
 
-// Numbers of the library that programs around it must know.
+// Constants of the library that its callers must use as well.
 typedef struct proa_limit {
     const char* name;
     int32_t value;

@@ -164,8 +164,8 @@ inline void attend_rows(const AttendBlock& b, int head, int row) {
     add_values<R>(b, head, scores, factors, states);
 }
 
-// Keys are read, and values prefetched, in memory order, all heads of a token before the next token: hardware
-// prefetchers follow that, and without them a core cannot keep enough lines in flight.
+// Reads keys and prefetches values in memory order, all heads of a token before the next token: hardware prefetchers
+// follow that order, and without them a core cannot keep enough lines in flight.
 void attend(const AttendBlock& b) {
     for (int token = 0; token < b.tokens; token += 4)
         for (int t = token; t < token + 4; ++t)

@@ -1,7 +1,7 @@
 // Activations in fixed point, for products with codes that are small integers. 16 columns of a token share a scale, a
-// power of two, and are three signed base-256 digits each: x = scale * (65536 a + 256 b + c). They take a line of 64
-// bytes: 16 digits a, then b, then c, in the order of the codes' bytes; then the scale and the initial values of the
-// sums of products. Never: weights.
+// power of two; each value is three signed base-256 digits: x = scale * (65536 a + 256 b + c). The 16 values take a
+// line of 64 bytes: 16 digits a, then b, then c, in the order of the codes' bytes; then the scale and the initial
+// values of the sums of products. Never: weights.
 //
 // Accuracy: the largest of the 16 values is 2^22 to 2^23 units. bfloat16 has eight significant bits, so values down to
 // 2^-14 of the largest are exact, and the error of the others is at most half a unit, 2^-23 of the largest.

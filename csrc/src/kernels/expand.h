@@ -30,8 +30,8 @@ struct QuickGroup {
 };
 
 #ifdef PROA_BYTE_TABLES
-// e2m1 times a power of two: the table has values times 2^125, and the exponent is lowered; negative results are the
-// zero code's.
+// e2m1 times a power of two: the table has the values times 2^125, and the scale lowers their exponent by a saturating
+// subtraction. Only for the code of zero, whose entry is 0, is the difference below zero, and so becomes 0.
 template <>
 struct QuickGroup<NibbleCode<E2m1Nibble>, E8m0Rows> {
     static constexpr bool kThere = true;

@@ -6,10 +6,10 @@
 #pragma once
 
 // Prefetch distance from the current line: hardware prefetchers of x86 do not cross 4 KB pages, and do not know which
-// panels come next. Nothing useless is prefetched: it would occupy a core's few line-fill buffers.
+// panels come next. A prefetch of data that is never read would occupy one of a core's few line-fill buffers.
 constexpr size_t kAheadBytes = 8192;  // for a tile's panels together: bandwidth times latency of memory
 
-// Memory that is needed soon, prefetched into L2 evenly spread over other work: many prefetches at once would fill the
+// Prefetches memory that is needed soon into L2, evenly spread over other work: many prefetches at once would fill the
 // core's line-fill buffers, and the work would stall.
 struct Ahead {
     const uint8_t *at, *end;
@@ -176,7 +176,7 @@ int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const Pac
 }
 
 // Multiplies all panels with one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
-// There is no kernel for a single panel: it is rare, and would be a third of the compiled code.
+// A single panel has no kernel of its own: it is rare, and its kernels would be a third of the compiled code.
 template <class Code, class Scales, int M>
 void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens,
                const uint8_t* next) {

@@ -16,8 +16,8 @@ constexpr int most_pairs(Format f) { return is_plain(f) ? kMostPlain : tiles_fro
 
 constexpr int kBlockPanels = 2;
 
-// Columns per part: whole tiles, and whole groups if each has its own scale. More are slower: two parts take 4 KB per
-// panel, and sums as much, which leaves room in L1 for other data.
+// Columns per part: whole tiles, and whole groups if each has its own scale. Longer parts are slower: two parts of this
+// length take 4 KB per panel, and sums as much, which leaves room in L1 for other data.
 constexpr int kPartColumns = 64;
 inline int part_columns(const Layout& l, bool whole_groups) {
     int part = whole_groups ? l.group : kPartColumns;

@@ -1,6 +1,6 @@
-// Products of panels of weights with packed activations by matrix tiles: 16 lines of a bfloat16 panel are one operand
-// without repacking, 16 tokens by 32 columns the other. Other formats are expanded to bfloat16. Never: few tokens, for
-// which panels.h is faster.
+// Products of panels of weights with packed activations by matrix tiles. One operand is 16 lines of a bfloat16 panel,
+// without repacking; the other is 16 tokens by 32 columns. Other formats are expanded to bfloat16. Never: few tokens,
+// for which panels.h is faster.
 //
 // Measured on Emerald Rapids, relative to the unit's peak on registers: 98 % with weights and activations in L1; in L2,
 // which delivers 60 bytes per cycle, 70 % with four sums and 76 to 80 % with six; with weights from RAM 58 and 61 %
@@ -24,8 +24,8 @@ inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t 
     return ahead;
 }
 
-// More tokens, or bfloat16: three panels at a time, or the remaining ones. The first of several blocks is multiplied
-// with three panels while these are expanded.
+// Multiplies more than one block of tokens, or bfloat16 panels: three panels at a time, then those that remain. With
+// several blocks, the first is multiplied while the panels are expanded.
 template <class Code, class Scales, bool scaled>
 void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
                      uint8_t* scratch, const uint8_t* next) {

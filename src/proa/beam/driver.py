@@ -49,17 +49,18 @@ async def beam_search(engine: EngineHandle, request: EngineRequest, params: Samp
         top=settled.logprobs,
     )
     sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=max(rules.candidates, settled.logprobs or 0))
-    search, step, cached = BeamSearch(rules), 0, None
+    search, step = BeamSearch(rules), 0
+    of_prompt: TokenEvent | None = None  # the first event, which has the facts about the prompt
     while search.live:
         requests = [_request(request, sampling, step, i, beam) for i, beam in enumerate(search.live)]
         events = await all_results(_token(engine, each, waits=step > 0) for each in requests)
         cut_off = next((event for event in events if event.finish in ("abort", "error")), None)
         if cut_off is not None:
             return [Found(TokenEvent(id=request.id, finish=cut_off.finish, error=cut_off.error), None)] * params.n
-        cached = cached if step else events[0].cached_tokens
+        of_prompt = of_prompt or events[0]
         search.advance([_candidates(event) for event in events])
         step += 1
-    return [Found(_event(request, beam, cached), rules.score(beam)) for beam in search.finished[: params.n]]
+    return [Found(_event(request, beam, of_prompt), rules.score(beam)) for beam in search.finished[: params.n]]
 
 
 def _request(source: EngineRequest, sampling: Sampling, step: int, index: int, beam: Beam) -> EngineRequest:
@@ -97,12 +98,13 @@ def _candidates(event: TokenEvent) -> Candidates:
     return event.logprobs[0].top if event.logprobs else []
 
 
-def _event(request: EngineRequest, beam: Beam, cached_tokens: int | None) -> TokenEvent:
+def _event(request: EngineRequest, beam: Beam, of_prompt: TokenEvent | None) -> TokenEvent:
     return TokenEvent(
         id=request.id,
         tokens=list(beam.tokens),
         logprobs=None if request.sampling.logprobs is None else list(beam.logprobs),
-        cached_tokens=cached_tokens,
+        cached_tokens=None if of_prompt is None else of_prompt.cached_tokens,
+        prompt_experts=None if of_prompt is None else of_prompt.prompt_experts,
         finish="length" if beam.end is None else "stop",
         stop_token=beam.end,
     )

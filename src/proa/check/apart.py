@@ -28,13 +28,21 @@ class PathFailed(Exception):
     """The process ended without a result. The message says how."""
 
 
-def run_apart(work: Callable[[], T]) -> T:
-    """The result of `work`, which must be picklable. Raises its ProaError, or PathFailed."""
+class OutOfTime(Exception):
+    """The time limit of the check is reached."""
+
+
+def run_apart(work: Callable[[], T], limit_s: float) -> T:
+    """The result of `work`, which must be picklable. Raises its ProaError, PathFailed, or after limit_s OutOfTime, when
+    the process has been killed."""
     mine, theirs = _FORK.Pipe(duplex=False)
     process = _FORK.Process(target=_run, args=(work, theirs, os.getpid()), name="path")
     start_forked(process)
     theirs.close()
     try:
+        if not mine.poll(max(0.0, limit_s)):
+            process.kill()
+            raise OutOfTime
         kind, result = pickle.loads(mine.recv_bytes())
     except EOFError:
         process.join()

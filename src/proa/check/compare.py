@@ -3,7 +3,8 @@
 Each op gets the inputs that it had on the path, so an error shows where it arises and nowhere else. Beside that, the
 whole model is computed from the tokens, with the path's expert ids: its logits are compared too.
 
-Weights of one block, and of one expert, are in memory at a time, for all paths.
+Weights of one block, and of one expert, are in memory at a time, for all paths. Between ops the time limit is checked:
+an op that runs when it is reached is finished.
 """
 
 from __future__ import annotations
@@ -54,12 +55,16 @@ class _Routed:
 
 
 class Comparison:
-    """Paths of one model. layers: the number of each block in the whole model. dtype: the reference's second type."""
+    """Paths of one model. layers: the number of each block in the whole model. dtype: the reference's second type.
+    check_time: called between ops; what it raises ends the call, and what was found so far stays with the paths."""
 
     def __init__(
-        self, spec: Model, layers: Sequence[int], truth: Truth, dtype: torch.dtype, paths: Sequence[Observed]
-    ) -> None:
+        self, spec: Model, layers: Sequence[int], truth: Truth, dtype: torch.dtype, paths: Sequence[Observed],
+        check_time: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._spec, self._layers, self._truth, self._dtype = spec, layers, truth, dtype
+        self._check_time = check_time
+        check_time()
         tokens = {token for path in paths for token in path.tokens.tolist()}
         table = {token: truth.rows("embed.weight", token, 1) for token in sorted(tokens)}
         self._runs = [
@@ -91,6 +96,7 @@ class Comparison:
         reference = BlockReference(self._spec, number, self._dtype, self._truth.read)
         if reference.spec.mixer is not None:
             for run in self._runs:
+                self._check_time()
                 self._mixer(run, reference, number)
         if reference.spec.ffn is not None:
             self._ffn(reference, number)
@@ -118,11 +124,13 @@ class Comparison:
             x, normed = (path.rows(place(what, number)) for what in (MID, NORM2))
             want = reference.norm("norm2", self._both(x))
             path.judge(layer, "norm before FFN", normed, want.exact, want.rough, finite_rows(x))
+            self._check_time()
             if isinstance(reference.spec.ffn, Moe):
                 run.routed = self._chosen(run, reference, number)
         if isinstance(reference.spec.ffn, Moe):
             self._experts(reference)
         for run in self._runs:
+            self._check_time()
             self._ffn_output(run, reference, number)
 
     def _chosen(self, run: _Run, reference: BlockReference, number: int) -> list[_Routed]:
@@ -159,6 +167,7 @@ class Comparison:
         parts = torch.zeros(*ids.shape, self._spec.hidden)
         sums = torch.zeros_like(x.exact)
         for number in sorted(set(ids.flatten().tolist())):
+            self._check_time()
             exact, rough = reference.expert(number)
             rows, choice = torch.where(ids == number)
             parts[rows, choice] = weights.exact[rows, choice, None] * exact(x.exact[rows])
@@ -231,6 +240,7 @@ class Comparison:
         name = "embed.weight" if self._spec.tied else "head.weight"
         found: list[list[Both]] = [[] for _ in rows]
         for first in range(0, self._spec.vocab, _HEAD_ROWS):
+            self._check_time()
             weight = self._truth.rows(name, first, min(_HEAD_ROWS, self._spec.vocab - first))
             narrow = weight.to(self._dtype)
             product: Callable[[Tensor], Tensor] = lambda t, w=weight: linear(t, w, None)  # type: ignore[misc] # noqa: E731

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from proa.config.options import EngineOptions
 from proa.models.spec import Model
 
+LIMIT_S = 120  # of a check, from the opened model on, unless the user gives another one
 ISAS = ("amx", "avx512-bf16", "avx512", "avx2", "scalar")  # the fastest first
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from proa.check.drive import CACHED, DECODE, PROMPT
-from proa.check.run import Report
+from proa.check.paths import LIMIT_S
+from proa.check.run import Answer, Report
 
 _LISTED = 12  # problems of one path
 
@@ -31,6 +32,8 @@ def notes(report: Report) -> Iterator[str]:
     for path in report.observed:
         if CACHED not in path.worst:
             yield f"{path.name}: no prompt reused a cached prefix"
+    for name in report.late:
+        yield f"not compared: {name}: the time limit of {report.limit_s:.0f} s"
     for skipped in report.skipped:
         yield f"not checked: {skipped.name}: {skipped.why}"
 
@@ -48,7 +51,9 @@ def scope(report: Report) -> str:
     """What was compared."""
     text = f"{report.model}: {_layers(report.layers, report.of_layers)}, --seed {report.seed}"
     if report.left:
-        text += f"; not compared, for lack of time: layers {', '.join(map(str, report.left))}, and the logits"
+        return f"{text}; not compared, for lack of time: layers {', '.join(map(str, report.left))}, and the logits"
+    if report.observed and not report.has_logits:
+        return f"{text}; not compared, for lack of time: the logits"
     return text
 
 
@@ -59,28 +64,42 @@ def _layers(layers: Sequence[int], of: int) -> str:
 
 
 def answer(report: Report) -> str:
-    """The last line: yes or no, and why."""
-    count = len(report.observed) + len(report.failed)
-    wrong = sum(bool(path.problems) for path in report.observed) + len(report.failed)
-    took = f"in {report.seconds:.0f} s"
-    if not report.observed and not report.failed:
-        return f"no: no path could be checked, {took}"
-    if not report.agrees and not wrong:
-        return f"no: there was no time to compare a layer, {took}"
-    if not report.agrees:
-        return f"no: {wrong} of {count} paths differ from the reference, {took}"
+    """The last line: yes, no or no answer, and why."""
+    count, took = len(report.observed) + len(report.failed), f"in {report.seconds:.0f} s"
+    if report.answer is Answer.NO:
+        return f"no: {report.wrong} of {count} paths differ from the reference, {took}"
+    if report.answer is Answer.NONE:
+        return f"no answer: {_missing(report)}, {took}"
     more = f"; {len(report.skipped)} were not checked" if report.skipped else ""
     return f"yes: {count} path{'s' * (count > 1)} agree{'s' * (count == 1)} with the reference{more}, {took}"
+
+
+def _missing(report: Report) -> str:
+    """What an answer lacks, and what to do."""
+    if not report.observed and not report.late:
+        return "this machine has no path that can be checked for this model (the lines above say why)"
+    parts = []
+    if report.late:
+        parts.append(f"{len(report.late)} paths")
+    if report.left:
+        parts.append(f"{len(report.left)} of {len(report.layers)} layers")
+    if report.observed and not report.has_logits:
+        parts.append("the logits")
+    more = max(2 * report.limit_s, 2 * LIMIT_S)
+    return f"the time limit left out {' and '.join(parts)}; what was compared agrees. Give --time-limit {more:.0f}"
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The --json output."""
     return {
         "agrees": report.agrees,
+        "answer": report.answer.value,
         "model": report.model,
         "layers": list(report.layers),
         "layers_of_model": report.of_layers,
         "layers_left": report.left,
+        "logits_compared": report.has_logits,
+        "paths_left": report.late,
         "seed": report.seed,
         "seconds": round(report.seconds, 1),
         "paths": [

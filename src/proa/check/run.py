@@ -4,6 +4,7 @@ printing, options.
 
 from __future__ import annotations
 
+import enum
 import os
 import time
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from math import prod
 import msgspec
 import torch
 
-from proa.check.apart import PathFailed, run_apart
+from proa.check.apart import OutOfTime, PathFailed, run_apart
 from proa.check.compare import Comparison
 from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
 from proa.check.observe import observe
-from proa.check.paths import ISAS, Facts, NoPath, Path, paths
+from proa.check.paths import ISAS, LIMIT_S, Facts, NoPath, Path, paths
 from proa.check.sample import SAMPLE_BYTES, Sample, sample
 from proa.check.truth import Truth
 from proa.check.verdict import Observed
@@ -35,8 +36,8 @@ from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
-LIMIT_S = 120.0  # of the whole check
-_PATHS_SHARE = 0.6  # of the limit, for running paths; the rest is for the reference
+_BEGIN_SHARE = 0.6  # of the limit: a path that may take longer is not begun
+_PATHS_SHARE = 0.75  # of the limit: a path that runs then is ended; the rest is for the reference
 CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
 MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
 _PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
@@ -55,10 +56,18 @@ class Failed:
     why: str
 
 
+class Answer(enum.Enum):
+    YES = "yes"
+    NO = "no"
+    NONE = "no answer"
+
+
 @dataclass
 class Report:
     """observed: the paths that were compared. skipped: those that cannot be checked here. failed: those that raised.
-    left: layers that the time limit left out."""
+
+    Left out when the limit was reached: `late` paths, `left` layers of all paths, and the logits unless
+    has_logits. A layer of `left` may have been compared in part; what was found there counts."""
 
     model: str
     layers: tuple[int, ...]
@@ -67,28 +76,40 @@ class Report:
     observed: list[Observed] = field(default_factory=list)
     skipped: list[NoPath] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
+    limit_s: float = LIMIT_S
+    late: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    has_logits: bool = False
     seconds: float = 0.0
 
     @property
+    def wrong(self) -> int:
+        """Number of paths that failed or differ from the reference."""
+        return sum(bool(path.problems) for path in self.observed) + len(self.failed)
+
+    @property
+    def answer(self) -> Answer:
+        """YES if every path that can be checked here was compared in full and agrees; NO if one differs."""
+        if self.wrong:
+            return Answer.NO
+        whole = bool(self.observed) and self.has_logits and not self.late and not self.left
+        return Answer.YES if whole else Answer.NONE
+
+    @property
     def agrees(self) -> bool:
-        """True if at least one path was compared, and all that were agree with the reference."""
-        wrong = any(path.problems for path in self.observed) or bool(self.failed)
-        return bool(self.observed) and not wrong and len(self.left) < len(self.layers)
+        return self.answer is Answer.YES
 
 
-def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: int = SAMPLE_BYTES) -> Report:
-    """Check a model. most_bytes: of the sampled layers. Raises ProaError if it cannot be opened or read, a WeightsError
-    that names the tensor if a file is damaged."""
+def check(
+    model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: int = SAMPLE_BYTES, limit_s: float = LIMIT_S
+) -> Report:  # fmt: skip
+    """Check a model. most_bytes: of the sampled layers. limit_s: without the time in which the model is fetched and
+    opened. Raises ProaError if it cannot be opened or read, a WeightsError that names the tensor if a file is
+    damaged."""
+    opened = _opened(model, asked, show)
     begin = time.perf_counter()
-    if asked.model.load_format == "dummy":
-        raise UsageError(
-            "proa check compares with the checkpoint's weights, but --load-format dummy has none.",
-            "Leave it out.",
-            param="load_format",
-        )
-    chosen = sample(_opened(model, asked, show), seed, most_bytes)
-    report = Report(model, chosen.layers, chosen.of, seed)
+    chosen = sample(opened, seed, most_bytes)
+    report = Report(model, chosen.layers, chosen.of, seed, limit_s=limit_s)
     spec = chosen.opened.declared.spec
     asked = _for_check(asked, spec)
     found = paths(asked, spec, _facts(model, asked, chosen))
@@ -99,16 +120,16 @@ def check(model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: i
         start = time.perf_counter()
         if isinstance(path, NoPath):
             report.skipped.append(path)
-        elif start + longest_s > begin + _PATHS_SHARE * LIMIT_S:
-            report.skipped.append(NoPath(path.name, f"the time limit of {LIMIT_S:.0f} s"))
+        elif start + longest_s > begin + _BEGIN_SHARE * limit_s:
+            report.late.append(path.name)
         else:
-            _observe(report, model, path, chosen, prompts)
+            _observe(report, model, path, chosen, prompts, begin + _PATHS_SHARE * limit_s)
             longest_s = max(longest_s, time.perf_counter() - start)
     # Threads wait for each other at every op: on a busy machine this takes longer than most ops do.
     cpus = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, min(cpus // 2, _THREADS)) if spec.hidden >= _WIDE else 1)
     if report.observed:
-        _compare(report, chosen, begin + LIMIT_S, show)
+        _compare(report, chosen, begin + limit_s, show)
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -161,7 +182,8 @@ def _prompt_tokens(spec: Model) -> int:
     return min(most, max(LEAST_TOKENS, int(_FLOP * len(os.sched_getaffinity(0)) / each)))
 
 
-def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts) -> None:
+def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts, end_s: float) -> None:
+    """Run a path, and note in the report what came of it. end_s: when it is ended."""
     try:
         plan = _plan(model, path.options, chosen)
     except (ResourceError, UsageError) as error:
@@ -175,7 +197,11 @@ def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Te
         report.skipped.append(NoPath(path.name, "the plan leaves no room in VRAM for experts that move"))
         return
     try:
-        found = run_apart(partial(observe, path.name, plan, chosen, prompts, moving=path.moving))
+        work = partial(observe, path.name, plan, chosen, prompts, moving=path.moving)
+        found = run_apart(work, end_s - time.perf_counter())
+    except OutOfTime:
+        report.late.append(path.name)
+        return
     except ModelError:
         raise  # of the checkpoint, not of the path
     except ProaError as error:
@@ -192,17 +218,21 @@ def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Te
 
 def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
     declared = chosen.opened.declared
+
+    def check_time() -> None:
+        if time.perf_counter() > end_s:
+            raise OutOfTime
+
     truth = Truth(chosen.opened.checkpoint, declared)
     dtype = torch.float16 if report.observed[0].dtype is torch.float16 else torch.bfloat16
-    comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed)
-    longest_s = 0.0
-    for number, layer in enumerate(chosen.layers):
-        show(COMPARING, number, len(chosen.layers))
-        start = time.perf_counter()
-        if start + longest_s > end_s:
-            report.left.append(layer)
-        else:
+    done = 0
+    try:
+        comparison = Comparison(declared.spec, chosen.layers, truth, dtype, report.observed, check_time)
+        for number in range(len(chosen.layers)):
+            show(COMPARING, number, len(chosen.layers))
             comparison.block(number)
-            longest_s = max(longest_s, time.perf_counter() - start)
-    if not report.left:
+            done += 1
         comparison.head()
+        report.has_logits = True
+    except OutOfTime:
+        report.left += chosen.layers[done:]

@@ -34,6 +34,15 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """Tokens of a prompt that is being computed; `processed` includes the `cached` ones."""
+
+    total: int
+    cached: int
+    processed: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """One event of a streamed answer; `usage` and `finish` are set at most once per answer, near its end."""
 
@@ -41,6 +50,7 @@ class Piece:
     reasoning: str = ""
     finish: str | None = None
     usage: Usage | None = None
+    progress: PromptProgress | None = None
 
 
 class ApiClient:
@@ -100,13 +110,13 @@ class ApiClient:
         return float(match[1]) if match else None
 
     def stream_chat(
-        self, model: str, messages: list[dict[str, str]], settings: Mapping[str, Any]
+        self, model: str, messages: list[dict[str, str]], settings: Mapping[str, Any], *, progress: bool = False
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of an answer. Closing the generator, or an exception, closes the connection, on which the
-        server stops generating. Raises ProaError."""
+        """Yield the pieces of an answer; progress: also those of a long prompt's progress. Closing the generator, or an
+        exception, closes the connection, on which the server stops generating. Raises ProaError."""
         body = {
             "model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
-            **settings,
+            **({"return_progress": True} if progress else {}), **settings,
         }  # fmt: skip
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -134,6 +144,7 @@ def _piece(event: dict[str, Any]) -> Piece:
         raise ProaError(str(event["error"].get("message", event["error"])))
     choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
     usage = event.get("usage")
+    progress = event.get("prompt_progress")
     delta = choice.get("delta") or {}
     return Piece(
         text=delta.get("content") or "",
@@ -146,6 +157,7 @@ def _piece(event: dict[str, Any]) -> Piece:
         )
         if usage
         else None,
+        progress=PromptProgress(progress["total"], progress["cache"], progress["processed"]) if progress else None,
     )
 
 

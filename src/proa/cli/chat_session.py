@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 
 from proa.cli.api_client import ApiClient, Served, Usage
+from proa.cli.prompt_bar import PromptBar, can_show
 from proa.config.suggest import did_you_mean
 from proa.errors import ProaError, UsageError
 from proa.obs.console import write_out
@@ -67,10 +68,14 @@ class Session:
         timing = _Timing()
         usage: Usage | None = None
         try:
-            stream = self._client.stream_chat(self._served.name, self._prompt(), self._settings)
-            with closing(stream):
+            shows = can_show(self._notes)
+            stream = self._client.stream_chat(self._served.name, self._prompt(), self._settings, progress=shows)
+            with closing(stream), PromptBar(self._notes) as bar:
                 for piece in stream:
+                    if piece.progress is not None:
+                        bar.update(piece.progress)
                     if piece.text or piece.reasoning:
+                        bar.close()
                         timing.mark()
                     if piece.reasoning:  # on stderr, so that only the answer can be piped on
                         self._notes.print(piece.reasoning, style="dim", markup=False, soft_wrap=True, end="")

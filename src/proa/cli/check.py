@@ -8,23 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from proa.check.paths import LIMIT_S
 from proa.config.env import child_environ
 from proa.config.field import argument, option
 from proa.config.options import EngineOptions
 from proa.config.parse import parse
-from proa.errors import ModelError
+from proa.errors import ModelError, ModelNotFound, UsageError
+from proa.hub.lookup import look_up
 from proa.obs.console import console_err, console_out, write_out
 
 if TYPE_CHECKING:
     from proa.check.run import Report
+
+NO_ANSWER = 7  # exit code; those of errors are in proa/errors.py
 
 SUMMARY = "compare a model on every path of this machine with the reference"
 EPILOG = """\
 Each path (instruction set, placement of experts, type of the KV cache, cached prefix) computes the same prompts as
 plain torch in float32 from weights that are read apart from the loader. An op that differs by more than rounding
 explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
-0) or no (exit code 1). Context, KV type, steps and requests at once are set by the check, and --fp8-activations is off.
-docs/check.md explains the table. Stop other engines first: they hold memory."""
+0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. Context, KV type, steps
+and requests at once are set by the check, and --fp8-activations is off. docs/check.md explains the table. Stop other
+engines first: they hold memory."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,25 @@ class CheckCommand:
     )
     engine: EngineOptions = field(default_factory=EngineOptions)
     seed: int = option(0, help="draws the prompts, and the sampled layers of large models", low=0, common=True)
+    time_limit: int = option(
+        LIMIT_S,
+        help="seconds for paths and reference; what is left out then is listed",
+        metavar="S",
+        low=1,
+        common=True,
+    )
     json: bool = option(False, help="print the result as JSON", common=True)
 
 
 def run(argv: Sequence[str]) -> int:
     command = parse(CheckCommand, argv, prog="proa check", summary=SUMMARY, epilog=EPILOG).options
+    if command.engine.model.load_format == "dummy":
+        raise UsageError(
+            "proa check compares with the checkpoint's weights, but --load-format dummy has none.",
+            "Leave it out.",
+            param="load_format",
+        )
+    look_up(command.model, command.engine.model.revision)  # a name that does not exist is refused here
     os.environ.update(child_environ())  # the engine's environment, before torch is imported
     # Torch takes seconds to import: only after the options are checked.
     from proa.check.report import as_json
@@ -50,10 +69,12 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         with show_progress(console_err()) as show:
-            report = check(command.model, command.engine, command.seed, show)
+            report = check(command.model, command.engine, command.seed, show, limit_s=command.time_limit)
+    except ModelNotFound:
+        raise
     except ModelError as error:
         if command.json:
-            write_out(json.dumps({"agrees": False, "error": str(error)}) + "\n")
+            write_out(json.dumps({"agrees": False, "answer": "no", "error": str(error)}) + "\n")
         else:
             write_out(f"no: {error}\n")
         return 1
@@ -61,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
         write_out(json.dumps(as_json(report), indent=2) + "\n")
     else:
         _print(report)
-    return 0 if report.agrees else 1
+    return {"yes": 0, "no": 1}.get(report.answer.value, NO_ANSWER)
 
 
 def _print(report: Report) -> None:

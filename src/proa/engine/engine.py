@@ -78,14 +78,14 @@ class Engine:
         executor can continue without the sampled tokens on the host. Returns the step's events."""
         flight = self._oldest()
         if flight is None:
-            return []
+            return self._progress_beside()
         self.runner.sample(flight, self.scheduler.counts)
         self._turns.prefill()
         self._ahead = self._launch_ahead(flight)
         output = self.runner.wait(flight)
         if flight.plan is not self.scheduler.beside:
             self._turns.learn(flight, flight.age_s())
-        return self._commit(flight.plan, output)
+        return self._progress_beside() + self._commit(flight.plan, output)
 
     def _oldest(self) -> Flight | None:
         """The step to be sampled next: launched ahead, computed in turns, or planned now."""
@@ -121,6 +121,8 @@ class Engine:
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(plan, output)
+        if output.streamed is not None:
+            _count_experts(plan, output.streamed)
         failed = [self._fail(*fault) for fault in sorted(output.faults.items())] if output.faults else []
         failed += self._progress(plan)
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
@@ -153,13 +155,20 @@ class Engine:
         own = logprobs[: len(event.tokens)] if logprobs is not None else None
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
 
-    def _progress(self, plan: StepPlan) -> list[TokenEvent]:
-        """Report the prefill chunks of requests that asked for it."""
+    def _progress(self, plan: StepPlan, share: float = 1.0) -> list[TokenEvent]:
+        """Report the prefill chunks of requests that asked for it. share: the fraction of the step that is computed."""
         return [
-            TokenEvent(id=r.id, progress=Progress(item.start + item.num_tokens, r.num_cached or 0))
+            TokenEvent(id=r.id, progress=Progress(item.start + int(item.num_tokens * share), r.num_cached or 0))
             for item in plan.items
-            if (r := item.request).sampling.return_progress and not item.samples and self.scheduler.counts(item)
+            if (r := item.request).sampling.return_progress
+            and self.scheduler.counts(item)
+            and not (item.samples and share == 1.0)
         ]
+
+    def _progress_beside(self) -> list[TokenEvent]:
+        """Report the prompts of a step that is computed in turns, and not complete."""
+        progress = self._turns.progress()
+        return [] if progress is None else self._progress(*progress)
 
     def _fail(self, request_id: str, why: str) -> TokenEvent:
         """End a request whose values were NaN or infinite with an error event and no token."""
@@ -173,3 +182,10 @@ class Engine:
                 if item.start == 0:  # the first token has no logprob; a preempted prompt starts over
                     self._prompt_logprobs[item.request.id] = [None]
                 self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]
+
+
+def _count_experts(plan: StepPlan, streamed: float) -> None:
+    """Count where the experts in RAM were computed for the prompt tokens of a step; streamed: see StepResult."""
+    for item in plan.items:
+        if (tokens := min(item.num_tokens, item.request.num_prompt - item.start)) > 0:
+            item.request.count_experts(tokens, streamed)

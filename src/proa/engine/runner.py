@@ -18,13 +18,15 @@ from proa.types import TokenLogprob
 
 
 class StepOutput(msgspec.Struct):
-    """Results by request id. A request with non-finite values is in `faults`, with the reason, and has no token."""
+    """Results by request id. A request with non-finite values is in `faults`, with the reason, and has no token.
+    streamed: see StepResult."""
 
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     faults: dict[str, str] = {}
     replaced: list[str] = []  # requests that a step launched ahead continues with another token
+    streamed: float | None = None
 
 
 @dataclass(eq=False)
@@ -61,6 +63,9 @@ class Runner:
 
     def advance(self, flight: Flight, blocks: int) -> bool:
         return self.executor.advance(flight.step, blocks)
+
+    def done_share(self, flight: Flight) -> float:
+        return self.executor.done_share(flight.step)
 
     def cancel(self, flight: Flight) -> None:
         self.executor.cancel(flight.step)
@@ -128,5 +133,5 @@ def _output(flight: Flight, result: StepResult) -> StepOutput:
             out.logprobs[name] = logprobs
         if (prompt_logprobs := result.prompt_logprobs.get(i)) is not None:
             out.prompt_logprobs[name] = prompt_logprobs
-    out.replaced = [items[i].request.id for i in result.replaced]
+    out.replaced, out.streamed = [items[i].request.id for i in result.replaced], result.streamed
     return out

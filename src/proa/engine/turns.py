@@ -32,6 +32,9 @@ class NoTurns:
     def finish(self) -> None:
         pass
 
+    def progress(self) -> tuple[StepPlan, float] | None:
+        return None
+
     def cancel(self) -> None:
         pass
 
@@ -84,6 +87,13 @@ class PrefillTurns:
         if self._flight is not None and not self._done:
             block_s = self._runner.executor.pace().block_s
             self._done = self._runner.advance(self._flight, blocks_alone(block_s))
+
+    def progress(self) -> tuple[StepPlan, float] | None:
+        """The held step, if some of its blocks are computed and some are not, and the fraction that is."""
+        if self._flight is None or self._done:
+            return None
+        share = self._runner.done_share(self._flight)
+        return (self._flight.plan, share) if share else None
 
     def cancel(self) -> None:
         """Discard the held step."""

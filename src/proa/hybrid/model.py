@@ -165,12 +165,18 @@ class HybridModel:
                 one, *groups = (parts.experts(layer.memory, of, faults.of(number)) for of in (whole, *tables_of))
                 layer.stream(one, groups, streaming)
 
-    def begin_pass(self, tokens: int, chunks: int) -> None:
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of the model's experts lie in RAM."""
+        return self.transport is not None
+
+    def begin_pass(self, tokens: int, chunks: int) -> float:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
-        a time."""
-        if self.streaming is not None:
-            heat = None if self.moves is None else self.moves.heat.heat
-            self.streaming.begin(tokens, chunks, heat, self.counters())
+        a time. Returns the fraction of the experts in RAM that are copied to the GPU."""
+        if self.streaming is None:
+            return 0.0
+        heat = None if self.moves is None else self.moves.heat.heat
+        return self.streaming.begin(tokens, chunks, heat, self.counters())
 
     def pause_pass(self) -> None:
         """Other steps may be launched before the next part."""

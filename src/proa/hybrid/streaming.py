@@ -172,8 +172,9 @@ class Streaming:
         finally:
             self._active = False
 
-    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> None:
-        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
+    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> float:
+        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers. Returns the
+        fraction of the experts in RAM that are copied.
 
         heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
         the CPU's jobs so far.
@@ -187,13 +188,15 @@ class Streaming:
         streamed = sum(len(group.experts) for group in groups)
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
+        in_ram = sum(map(self._in_ram, self._streamed))
         self.totals.streamed += streamed
-        self.totals.left_to_cpu += sum(self._in_ram(i) for i in self._streamed) - streamed
+        self.totals.left_to_cpu += in_ram - streamed
         self._publish(one)
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
         for at in range(min(BANKS, len(groups))):
             self._copy(one, at)
+        return streamed / max(1, in_ram)
 
     def _mark(self, one: _Pass, what: int) -> None:
         one.marks.append((what, self._uploads.mark()))

@@ -19,7 +19,7 @@ class _Options(ctypes.Structure):
     _fields_ = [
         ("cpus", POINTER(c_int32)), ("team_begin", POINTER(c_int32)), ("teams", c_int32), ("pin", c_int32),
         ("spin_us", c_int32), ("redo", c_int32), ("isa", c_char_p),
-        ("homes", POINTER(c_int32)), ("home_begin", POINTER(c_int32)),
+        ("homes", POINTER(c_int32)), ("home_begin", POINTER(c_int32)), ("lanes", c_int32),
     ]  # fmt: skip
 
 
@@ -66,23 +66,24 @@ class Pool:
     """Teams of workers, one per NUMA node; the calling thread works too and needs no CPU here.
 
     teams: one CPU per worker, for each team; a team may be empty. pin: bind each worker to its CPU, or to all CPUs in
-    `homes` of its team if given; `cpus` are the bound ones. Raises ValueError; ResourceError; NativeError if a worker
-    cannot be bound.
+    `homes` of its team if given; `cpus` are the bound ones. lanes: threads that may call at the same time, each on a
+    lane of its own; lanes before it have priority. Two suffice for a doorbell and a simulated GPU. Raises ValueError;
+    ResourceError; NativeError if a worker cannot be bound.
     """
 
     def __init__(
         self, teams: Sequence[Sequence[int]], *, isa: str = "", pin: bool = True,
-        homes: Sequence[Sequence[int]] = (), spin_us: int = 1000, redo: bool = True,
+        homes: Sequence[Sequence[int]] = (), spin_us: int = 1000, redo: bool = True, lanes: int = 2,
     ) -> None:  # fmt: skip
+        self.lanes = lanes
         self.isa, self.isa_reason = select_isa(isa)
         self.threads = sum(map(len, teams)) + 1
         self.nodes = len(teams)
         self.cpus = frozenset(cpu for team in homes or teams for cpu in team) if pin else frozenset[int]()
         if homes and len(homes) != len(teams):
             raise ValueError(f"There are {len(teams)} teams, but {len(homes)} homes; there must be one home per team.")
-        options = _Options(
-            *_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *(_lists(homes) if homes else ())
-        )
+        of_homes = _lists(homes) if homes else (None, None)
+        options = _Options(*_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *of_homes, lanes)
         self._handle = c_void_p()
         _native().proa_pool_create(ctypes.byref(options), ctypes.byref(self._handle))
 

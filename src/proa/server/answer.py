@@ -107,6 +107,9 @@ def _count(usage: Usage, record: RequestRecord, chunk: Chunk, parsed: Parsed) ->
     usage.total_tokens += len(chunk.tokens)
     if chunk.cached_tokens is not None and chunk.index == 0:  # the n choices share one prompt: count it once
         usage.prompt_tokens_details.cached_tokens += chunk.cached_tokens
+        if chunk.prompt_experts is not None:
+            record.streamed_tokens += chunk.prompt_experts.streamed
+            record.cpu_tokens += chunk.prompt_experts.cpu
     record.completion_tokens = usage.completion_tokens
     record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 

@@ -106,7 +106,10 @@ def _outcome(record: RequestRecord, status: int) -> Outcome:
 def _in_words(record: RequestRecord, status: int, seconds: float) -> str:
     words = f"{status or 'no response'} after {format_duration(seconds)}"
     if record.prompt_tokens:
-        words += f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached)"
+        experts = ""
+        if record.streamed_tokens or record.cpu_tokens:
+            experts = f", {record.streamed_tokens} streamed, {record.cpu_tokens} by the CPU"
+        words += f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached{experts})"
     if record.first_token_s is not None:
         decode_s = max(seconds - record.first_token_s, 1e-6)
         words += f", first token after {format_duration(record.first_token_s)}, {record.completion_tokens} tokens"

@@ -35,6 +35,8 @@ class RequestRecord:
     started_s: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    streamed_tokens: int = 0  # see PromptExperts
+    cpu_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None  # seconds from started_s
     error: str = ""  # why a response that began with status 200 failed

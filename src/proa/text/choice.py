@@ -81,6 +81,7 @@ class ChoiceStream:
             prompt_tokens=self._request.tokens if is_first else None,
             prompt_logprobs=event.prompt_logprobs,
             cached_tokens=event.cached_tokens,
+            prompt_experts=event.prompt_experts,
         )
 
     def _token(self, token: int, logprob: TokenLogprob | None) -> str:

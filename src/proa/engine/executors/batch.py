@@ -80,7 +80,8 @@ class StepResult(msgspec.Struct):
 
     tokens: 1 to 1 + num_drafts tokens of each span that was sampled. faults: why a span's values are NaN or infinite;
     such a span has no tokens. replaced: spans whose token was sampled on the CPU after the device had continued with
-    another one.
+    another one. streamed: fraction of the experts in RAM that were copied to the GPU for this step, while the CPU
+    computed the others; None if there is no GPU, or no expert in RAM.
     """
 
     tokens: dict[int, list[int]] = {}
@@ -88,6 +89,7 @@ class StepResult(msgspec.Struct):
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     faults: dict[int, str] = {}
     replaced: list[int] = []
+    streamed: float | None = None
 
 
 CHUNK_ROWS = 16  # chunks start at multiples: kernels are compiled for addresses that are multiples of 16

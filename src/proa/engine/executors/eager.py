@@ -70,10 +70,11 @@ class EagerExecutor:
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         if in_parts:
             step.parts = self._parts(step)
-            self._session.begin_pass(batch.num_tokens, len(step.parts.chunks))
+            self._session.begin_pass(step, len(step.parts.chunks))
             self._unfinished = step
             self.clock.lap(Stage.INPUTS)
             return step
+        self._session.begin_step(step)
         tokens, inputs = self._inputs(spans)
         self.clock.lap(Stage.INPUTS)
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
@@ -129,6 +130,9 @@ class EagerExecutor:
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 
+    def done_share(self, step: EagerStep) -> float:
+        return unfinished(step.parts).done_share
+
     @torch.inference_mode()
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step is self._unfinished:
@@ -151,7 +155,7 @@ class EagerExecutor:
         faults = self._session.step_faults(step, bad, step.hidden, between_parts=between)
         result = step_result(step.batch, step.spans, step.choices, faults)
         result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step))
-        step.next_step = None
+        result.streamed, step.next_step = step.streamed, None
         return result
 
     def _score(self, step: EagerStep, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -70,6 +70,9 @@ class Executor(Protocol[S]):
     def advance(self, step: S, blocks: int) -> bool:
         """Compute up to `blocks` more blocks of a step in parts. Returns whether all are computed."""
 
+    def done_share(self, step: S) -> float:
+        """Fraction of a step in parts that has been launched, 0 to 1."""
+
     def cancel(self, step: S) -> None:
         """Discard a launched step: wait for the device if need be; its results are lost."""
 

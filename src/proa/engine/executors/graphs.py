@@ -130,6 +130,7 @@ class GraphExecutor:
             if in_parts:
                 self._launch_in_parts(step)
                 return step
+            self._session.begin_step(step)
             if after is not None:
                 self._follow(step, after)
             elif rows_each:
@@ -198,7 +199,7 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        self._session.begin_pass(row, len(cut))
+        self._session.begin_pass(step, len(cut))
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, self._session.in_parts)
         self._unfinished = step
 
@@ -220,6 +221,9 @@ class GraphExecutor:
                 self._copy_states(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
+
+    def done_share(self, step: GraphStep) -> float:
+        return unfinished(step.parts).done_share
 
     def _fill(self, inputs: DeviceInputs, spans: Sequence[Span]) -> int:
         """Write the step's inputs and angles on the host. Returns the number of rows."""
@@ -309,7 +313,7 @@ class GraphExecutor:
             result = step_result(step.batch, step.spans, choices, faults)
             if step.batch.prompt_logprobs:
                 result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step))
-        step.next_step = None
+        result.streamed, step.next_step = step.streamed, None
         self.clock.lap(Stage.PROGRAM)
         return result
 

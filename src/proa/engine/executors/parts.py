@@ -38,12 +38,17 @@ class BlockByBlock:
         self.chunks = chunks
         self._outputs = [_numbered(model.by_parts(chunk.tokens, chunk.step)) for chunk in chunks]
         self._hidden = [chunk.tokens.new_empty(0) for chunk in chunks]  # [T, hidden] each, after its last block
-        self._left, self._next = len(chunks) * len(model.blocks), 0  # ends of blocks; the next chunk
+        self._units = self._left = len(chunks) * len(model.blocks)  # ends of blocks: in all, and to come
+        self._next = 0
         self._kept, self._launching = kept, launching
 
     @property
     def done(self) -> bool:
         return self._left == 0
+
+    @property
+    def done_share(self) -> float:
+        return 1.0 - self._left / self._units
 
     @property
     def hidden(self) -> Tensor:

@@ -172,6 +172,9 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         return done
 
+    def done_share(self, step: RecordedStep) -> float:
+        return unfinished(step.parts).num_blocks / len(self._ends)
+
     def sample(self, step: RecordedStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step.parts is not None:
             step.parts.restore(self._live)

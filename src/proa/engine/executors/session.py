@@ -32,9 +32,14 @@ class Session(Protocol):
         """Context in which launches and `faults` are those of a step in parts, with other steps between its parts.
         Launches are of its rows from first_row on."""
 
-    def begin_pass(self, tokens: int, chunks: int) -> None:
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of the model's experts lie in RAM."""
+
+    def begin_pass(self, tokens: int, chunks: int) -> float:
         """A step in parts of so many tokens begins: each MoE layer is launched in `chunks` chunks, in the order of the
-        layers. At most one at a time."""
+        layers. At most one at a time. Returns the fraction of the experts in RAM that are copied to the device for this
+        step; the CPU computes the others."""
 
     def pause_pass(self) -> None:
         """Other steps may be launched before the next part of the step in parts."""
@@ -48,6 +53,8 @@ class Session(Protocol):
 
 class NoSession:
     """Session of a device that computes everything itself."""
+
+    has_experts = False
 
     def begin(self) -> None:
         pass
@@ -67,8 +74,8 @@ class NoSession:
     def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_pass(self, tokens: int, chunks: int) -> None:
-        pass
+    def begin_pass(self, tokens: int, chunks: int) -> float:
+        return 0.0
 
     def pause_pass(self) -> None:
         pass

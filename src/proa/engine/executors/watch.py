@@ -41,7 +41,7 @@ class Health:
 @dataclass(eq=False)
 class WatchedStep:
     """A launched step: whose rows may be non-finite, and what is known of it. rows: the sampled ones, in the order of
-    `spans`. next_step: launched after it, before its tokens were read."""
+    `spans`. next_step: launched after it, before its tokens were read. streamed: see StepResult."""
 
     batch: StepBatch
     health: Health
@@ -49,6 +49,7 @@ class WatchedStep:
     spans: Sequence[int] = ()
     rows: Sequence[int] = ()
     next_step: WatchedStep | None = None
+    streamed: float | None = None
 
 
 class WatchedSession:
@@ -71,8 +72,14 @@ class WatchedSession:
     def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
         return self._session.in_parts(first_row)
 
-    def begin_pass(self, tokens: int, chunks: int) -> None:
-        self._session.begin_pass(tokens, chunks)
+    def begin_step(self, step: WatchedStep) -> None:
+        """Note how the experts in RAM are computed in a whole step."""
+        step.streamed = 0.0 if self._session.has_experts else None
+
+    def begin_pass(self, step: WatchedStep, chunks: int) -> None:
+        """See Session; notes how the experts in RAM are computed in this step."""
+        streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
+        step.streamed = streamed if self._session.has_experts else None
 
     def pause_pass(self) -> None:
         self._session.pause_pass()

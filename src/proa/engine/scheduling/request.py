@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from proa.cache.radix import PrefixNode
 from proa.grammar.matcher import Follower
 from proa.sampling.rows import Row
-from proa.types import EngineRequest, FinishReason
+from proa.types import EngineRequest, FinishReason, PromptExperts
 
 NO_SLOT = -1
 
@@ -37,9 +37,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "branch_tokens", "copied_tokens", "finish_reason", "group", "id", "keys", "max_length", "min_length",
-        "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages", "passing", "priority", "row",
-        "salt", "sampling", "state", "state_slot", "stop_ids", "stop_token", "tokens",
+        "arrival", "branch_tokens", "copied_tokens", "expert_tokens", "finish_reason", "group", "id", "keys",
+        "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages",
+        "passing", "priority", "row", "salt", "sampling", "state", "state_slot", "stop_ids", "stop_token",
+        "streamed_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,8 @@ class Request:
         self.state = State.WAITING
         self.num_computed = 0
         self.num_cached: int | None = None  # prompt tokens from the prefix cache at the first admission
+        self.expert_tokens = 0  # prompt tokens computed on a GPU that has experts in RAM, and of these those whose
+        self.streamed_tokens = 0.0  # experts were copied to the GPU; see PromptExperts
         self.pages: list[int] = []
         self.state_slot = NO_SLOT  # of its recurrent states, while it runs
         self.copied_tokens = 0  # number of tokens before its last copy of recurrent states, taken or planned
@@ -123,6 +126,19 @@ class Request:
         """Drop page table, state slot and computed tokens; the scheduler has released them."""
         self.pages, self.num_computed, self.node, self.state_slot = [], 0, None, NO_SLOT
         self.copied_tokens, self.branch_tokens, self.passing = 0, 0, None
+        self.expert_tokens, self.streamed_tokens = 0, 0.0
+
+    def count_experts(self, num_tokens: int, streamed: float) -> None:
+        """Count computed prompt tokens, for which this fraction of the experts in RAM was copied to the GPU."""
+        self.expert_tokens += num_tokens
+        self.streamed_tokens += num_tokens * streamed
+
+    @property
+    def prompt_experts(self) -> PromptExperts | None:
+        if not self.expert_tokens:
+            return None
+        streamed = round(self.streamed_tokens)
+        return PromptExperts(streamed, self.expert_tokens - streamed)
 
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token; return how the answer ends, or None if it goes on.

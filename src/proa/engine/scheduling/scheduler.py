@@ -427,10 +427,12 @@ class Scheduler:
         request.truncate(len(request.tokens))
         accepted = request.tokens[num_before:]
         self._generated_tokens += len(accepted)
+        is_first = num_before == request.num_prompt
         return TokenEvent(
             id=request.id,
             tokens=accepted,
-            cached_tokens=request.num_cached if num_before == request.num_prompt else None,
+            cached_tokens=request.num_cached if is_first else None,
+            prompt_experts=request.prompt_experts if is_first else None,
             finish=finish,
             stop_token=request.stop_token,
         )
