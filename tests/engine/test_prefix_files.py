@@ -51,7 +51,8 @@ def test_a_run_is_read_back_by_another_store(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     assert write(FileStore(folder, ROOT, LIMIT), 1)
     again = FileStore(folder, ROOT, LIMIT)
-    assert again.has(key_of(1)) and not again.has(key_of(2))
+    assert again.has(key_of(1))
+    assert not again.has(key_of(2))
     assert read(again, 1) == payload_of(1)
     assert read(again, 2) is None
     assert (again.bad_files, again.foreign_files) == (0, 0)
@@ -68,7 +69,8 @@ def test_other_models_files_are_ignored_and_counted(tmp_path: Path, caplog: pyte
     write(FileStore(tmp_path, OTHER, LIMIT), 1, OTHER)
     with caplog.at_level(logging.INFO):
         store = FileStore(tmp_path, ROOT, LIMIT)
-    assert not store.has(key_of(1)) and read(store, 1) is None
+    assert not store.has(key_of(1))
+    assert read(store, 1) is None
     assert (store.foreign_files, store.bad_files) == (1, 0)
     assert "1 files of other models" in caplog.text
     assert read(FileStore(tmp_path, OTHER, LIMIT), 1) == payload_of(1, OTHER)
@@ -86,10 +88,13 @@ def test_a_damaged_file_is_counted_said_once_and_deleted(
         raw = bytearray(file.read_bytes())
         raw[at] ^= 4
         file.write_bytes(raw if how == "flip" else raw[:at])
-    assert read(store, 1) is None and read(store, 2) is None
-    assert store.bad_files == 2 and found(tmp_path) == []
+    assert read(store, 1) is None
+    assert read(store, 2) is None
+    assert store.bad_files == 2
+    assert found(tmp_path) == []
     assert len(caplog.records) == 1
-    assert write(store, 1) and read(store, 1) == payload_of(1)
+    assert write(store, 1)
+    assert read(store, 1) == payload_of(1)
 
 
 def test_a_file_under_another_name_is_not_used(tmp_path: Path) -> None:
@@ -105,7 +110,8 @@ def test_a_file_under_another_name_is_not_used(tmp_path: Path) -> None:
 def test_another_size_is_refused(tmp_path: Path) -> None:
     store = FileStore(tmp_path, ROOT, LIMIT)
     write(store, 1)
-    assert read(store, 1, SIZE + 1) is None and store.bad_files == 1
+    assert read(store, 1, SIZE + 1) is None
+    assert store.bad_files == 1
 
 
 def test_a_longer_file_is_refused(tmp_path: Path) -> None:
@@ -113,7 +119,8 @@ def test_a_longer_file_is_refused(tmp_path: Path) -> None:
     write(store, 1)
     with found(tmp_path)[0].open("ab") as file:
         file.write(b"x")
-    assert read(store, 1) is None and store.bad_files == 1
+    assert read(store, 1) is None
+    assert store.bad_files == 1
 
 
 def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
@@ -128,12 +135,14 @@ def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
     store.keep_up()
     write(store, 6)
     assert [number for number in range(7) if store.has(key_of(number))] == [0, 1, 3, 4, 5, 6]
-    assert store.stored_bytes <= LIMIT and store.evicted_files == 1
+    assert store.stored_bytes <= LIMIT
+    assert store.evicted_files == 1
 
 
 def test_a_run_beyond_the_limit_is_not_written(tmp_path: Path) -> None:
     store = FileStore(tmp_path, ROOT, SIZE)
-    assert not write(store, 1) and found(tmp_path) == []
+    assert not write(store, 1)
+    assert found(tmp_path) == []
 
 
 def test_a_full_disk_stops_writing_only(
@@ -150,12 +159,15 @@ def test_a_full_disk_stops_writing_only(
         patched.setattr(files, "_write", full)
         assert not write(store, 2)
     assert list(tmp_path.glob("*.tmp")) == []
-    assert not store.writes and not write(store, 3)  # paused
+    assert not store.writes
+    assert not write(store, 3)
     assert read(store, 1) == payload_of(1)
-    assert store.failed_writes == 1 and "No space left" in caplog.text
+    assert store.failed_writes == 1
+    assert "No space left" in caplog.text
     monkeypatch.setattr(files, "PAUSE_S", 0.0)
     store._pause(OSError(errno.ENOSPC, "No space left on device"))
-    assert write(store, 3) and len(caplog.records) == 1
+    assert write(store, 3)
+    assert len(caplog.records) == 1
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -170,7 +182,8 @@ def test_files_of_killed_engines_are_removed(tmp_path: Path) -> None:
         file.write_bytes(b"x")
     os.utime(old, (1, 1))
     FileStore(tmp_path, ROOT, LIMIT)
-    assert not old.exists() and new.exists()
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_another_engines_files_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +207,8 @@ def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     grown: list[bytes] = []
     for count in range(4):
         RunKeys(ROOT, 4).extend(grown, list(range(12)), "", count)
-    assert grown == base and len(set(base)) == 3
+    assert grown == base
+    assert len(set(base)) == 3
 
 
 def test_runs_hold_whole_pages() -> None:
