@@ -58,4 +58,6 @@ def _bits(plan: Plan) -> dict[str, Any]:
         del fields[name]
     for gpu in fields["gpus"]:
         del gpu["vram"]
+    if plan.workers is not None:  # their CPUs and the memory of these do not matter
+        fields["workers"] = plan.workers.trials
     return fields
