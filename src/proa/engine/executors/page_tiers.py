@@ -1,7 +1,7 @@
 """Stores runs of KV pages in files and restores them, by threads beside the engine's. Never: which runs, requests.
 
-One thread writes, with the lowest priority of the scheduler of Linux; several read, so that one can copy into the KV
-cache while another waits for the disk. None of them is bound to a CPU of its own.
+One thread writes, with a low priority, so that workers that compute come first; several read, so that one can copy
+into the KV cache while another waits for the disk. None of them is bound to a CPU of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = READERS + 1  # of a run each, in RAM
 LEAST_PREFILL_TOKENS = 64  # a step with fewer says little about the rate of prefill
 NEWEST_SHARE = 0.3  # weight of the newest value in a running average
 TRY_EVERY = 16  # of so many refused restores, one is made: its rate may have been measured while the disk was busy
-_LOWEST_PRIORITY = 19
+_WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
 
 
 class Rate:
@@ -53,7 +53,7 @@ class PageTiers:
         self._files, self._new_copies, self._cpus = files, new_copies, cpus
         self._run_bytes = new_copies().run_bytes
         self._own = threading.local()
-        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_LOWEST_PRIORITY,))
+        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
         self._lock = threading.Lock()
         self._restore_rate, self._prefill_rate = Rate(), Rate()

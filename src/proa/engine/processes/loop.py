@@ -94,7 +94,8 @@ def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
                 channel.send(refusal(request_id, error))
         if engine.has_work:
             events = engine.step()
-            channel.send(Tokens(events, engine.stats()))
+            if events or not engine.stalls:
+                channel.send(Tokens(events, engine.stats()))
             engine.clock.lap(Stage.PUBLISH)
             if not engine.has_work:
                 engine.scheduler.check()
