@@ -22,6 +22,7 @@ from proa.engine.scheduling.request import NO_SLOT, Request
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
+from tiers_sim import SimTiers
 
 VOCAB = 12
 EOS = 0
@@ -75,7 +76,7 @@ class FakeEngine:
 
     def __init__(
         self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None,
-        *, turns: bool = False, phases: FixedPhases | None = None,
+        *, turns: bool = False, phases: FixedPhases | None = None, tiers: SimTiers | None = None,
     ) -> None:  # fmt: skip
         """copies: number of copies of recurrent states; with 0 and a cache, the model has no recurrent states. phases:
         None means FreePhases."""
@@ -83,9 +84,12 @@ class FakeEngine:
         self.allocator = PageAllocator(num_pages)
         self.copies = StateCopies(limits.num_slots, copies) if copies else None
         self.cache = PrefixCache(limits.page_tokens, self.allocator, self.copies) if with_cache else None
-        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases)
+        self.tiers = tiers
+        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases, tiers=tiers)
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int, str]] = {}  # (page, slot) -> (token, digest, kernel)
+        if tiers:
+            tiers.pool = self.pool
         self.states: dict[int, int] = {}  # state slot -> digest, in place of recurrent states
         self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, Answer] = {}
@@ -111,7 +115,8 @@ class FakeEngine:
         """Plan and launch a step. There must be one unless all work is in flight or beside."""
         plan = self.scheduler.plan()
         beside = self.scheduler.beside
-        assert plan is not None or beside is not None or self.plans or not self.scheduler.has_work
+        idle = plan is None and beside is None and not self.plans
+        assert not idle or not self.scheduler.has_work or self.scheduler.behind.busy
         if beside is not None and self.beside is None:
             assert plan is not None, "a step beside without a step of decode"
             self._begin_beside(beside, plan)
@@ -145,10 +150,15 @@ class FakeEngine:
     def may_finish(self) -> list[StepPlan]:
         """Steps in flight whose results may come next. A device computes them in the order of their launch, which
         matters with a step planned ahead (a row that no longer counts writes to pages that another request may own by
-        now) and with reused slots of copies."""
+        now, a row may read a page for which the tree has another one by now) and with reused slots of copies."""
         rows = [name for table in self.tables for name in table]
         ended = any(not self.scheduler.counts(item) for plan in self.plans for item in plan.items)
-        return self.plans[:1] if ended or self.copies or len(set(rows)) < len(rows) else self.plans
+        moved = any(
+            table[item.request.id][0] != item.request.pages[: len(table[item.request.id][0])]
+            for plan, table in zip(self.plans, self.tables, strict=True)
+            for item in plan.items
+        )
+        return self.plans[:1] if ended or moved or self.copies or len(set(rows)) < len(rows) else self.plans
 
     def finish_beside(self) -> list[TokenEvent]:
         """Compute the last part of the step beside, and commit it."""
@@ -211,8 +221,13 @@ class FakeEngine:
             if not self.scheduler.has_work:
                 break
             self.step(self.limits.lookahead_tokens)
+            if self.tiers:
+                self.tiers.advance(1.0)
             self.scheduler.check()
         assert not self.scheduler.has_work, "starved"
+        while self.tiers and self.scheduler.behind.busy:
+            self.tiers.advance(1.0)
+            self.scheduler.behind.collect()
         self.check_answers()
         self.check_idle()
 

@@ -31,7 +31,8 @@ ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc
 NO_TORCH = (
     "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
     "weights/quantised", "demo",
-    "hub", "plan", "grammar", "text", "parsers", "beam", "llm", "blocking", "server", "bench", "cli", "cache/pages",
+    "hub", "plan", "grammar", "text", "parsers", "beam", "llm", "blocking", "server", "bench", "cli", "cache/files",
+    "cache/keys", "cache/pages",
     "cache/radix", "engine/scheduling/request", "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc",
     "engine/processes/client", "engine/processes/early", "engine/processes/process", "engine/processes/worker",
 )  # fmt: skip

@@ -123,7 +123,7 @@ def test_nan_ends_only_its_request(at: int, pool: Pool, folder: Path) -> None:
 def poison(engine: Engine, name: str) -> None:
     torch.cuda.synchronize()
     pages = engine.scheduler._requests[name].pages
-    for (cache,) in engine.runner.executor._caches:  # type: ignore[attr-defined]
+    for (cache,) in engine.runner.executor.caches:  # type: ignore[attr-defined]
         if isinstance(cache, KvPages):
             cache.keys[pages] = torch.nan
     torch.cuda.synchronize()

@@ -169,7 +169,7 @@ def test_a_sequence_with_nan_ends_alone(attention: Decoder) -> None:
 
 def poison(case: Case, name: str) -> None:
     assert isinstance(case.executor, GraphExecutor)
-    for (cache,) in case.executor._caches:
+    for (cache,) in case.executor.caches:
         if isinstance(cache, KvPages):
             cache.keys[case.engine.scheduler._requests[name].pages] = torch.nan
 

@@ -22,6 +22,7 @@ from proa.engine.scheduling.policy import Limits
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
+from tiers_sim import SimTiers
 
 NUM_SCHEDULES = int(os.environ.get("PROA_SCHEDULES", "0"))
 CONTEXT = 40
@@ -51,7 +52,14 @@ def make_engine(random: Random) -> FakeEngine:
     )
     phases = None if lookahead or random.random() < 0.6 else fixed_phases(random, limits)
     turns = phases is not None or random.random() < 0.7
-    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases)
+    tiers = make_tiers(random, page_tokens) if with_cache and not copies and random.random() < 0.5 else None
+    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases, tiers=tiers)
+
+
+def make_tiers(random: Random, page_tokens: int) -> SimTiers:
+    """Tiers that may lose runs, refuse to restore or store, and hold nothing at first."""
+    ill, refuse = random.choice([0.0, 0.1, 0.5]), random.choice([0.0, 0.0, 0.3])
+    return SimTiers(random, random.choice([1, 1, 2, 3]), page_tokens, ill=ill, refuse=refuse)
 
 
 def fixed_phases(random: Random, limits: Limits) -> FixedPhases:
@@ -117,6 +125,10 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
         if fake.beside and random.random() < patience:
             fake.finish_beside()
             beside += 1
+        if fake.tiers:
+            fake.tiers.advance(patience)
+            if fake.cache and random.random() < 0.3:
+                fake.cache.evict(random.randint(1, 20))
         fake.scheduler.check()
     while fake.plans:
         fake.finish(fake.plans[0])
@@ -127,7 +139,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
 @pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = beside = copied = most = 0
+    finished = preempted = cached = aborted = ahead = beside = copied = restored = most = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
@@ -141,7 +153,8 @@ def test_seeded_schedules(block: int) -> None:
         cached += stats.cached_prompt_tokens
         copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
-    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, copied)
+        restored += fake.tiers.restored_pages if fake.tiers else 0
+    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, copied, 6 * restored)
     assert min(counts) > per_block, "the schedules exercise too little"
     assert most >= 3
 
@@ -202,6 +215,14 @@ class Schedules(RuleBasedStateMachine):
     def run_for_a_while(self, steps: int) -> None:
         for _ in range(steps):
             self.fake.step()
+
+    @precondition(lambda self: self.fake.tiers)
+    @rule(num_evicted=st.integers(0, 20))
+    def advance_tiers(self, num_evicted: int) -> None:
+        assert self.fake.tiers
+        assert self.fake.cache
+        self.fake.tiers.advance(1.0)
+        self.fake.cache.evict(num_evicted)
 
     @invariant()
     def nothing_is_leaked(self) -> None:

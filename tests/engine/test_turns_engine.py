@@ -262,7 +262,7 @@ def test_prompt_logprobs_in_turns(kind: str, load: Callable[[str, str], Loaded])
 def poison(case: Case, name: str, first_page: int) -> None:
     """Set the keys of a request's pages from one of them on to NaN."""
     pages = case.engine.scheduler._requests[name].pages[first_page:]
-    for (cache,) in case.executor._caches:  # type: ignore[attr-defined]
+    for (cache,) in case.executor.caches:  # type: ignore[attr-defined]
         if isinstance(cache, KvPages):
             cache.keys[pages] = torch.nan
     if torch.cuda.is_available():

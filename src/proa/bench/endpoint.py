@@ -28,6 +28,21 @@ class Endpoint:
         answer = await _json(self._http, "POST", "/tokenize", {"model": self.model, "prompt": text})
         return list(answer["tokens"])
 
+    async def logprobs(self, prompt: list[int], output_tokens: int) -> list[float]:
+        """The log-probabilities of a greedy answer. Raises ProaError."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": output_tokens, "temperature": 0.0, "logprobs": 1}
+        answer = await _json(self._http, "POST", "/v1/completions", {**body, "ignore_eos": True})
+        return list(answer["choices"][0]["logprobs"]["token_logprobs"])
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's metrics without labels, by name. Raises ProaError."""
+        try:
+            text = (await self._http.get("/metrics")).text
+        except httpx.HTTPError as error:
+            raise _unreachable(self._http, error) from error
+        lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+        return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
+
     async def complete(self, prompt: list[int], output_tokens: int, start_s: float | None = None) -> Timing:
         """Generate exactly `output_tokens` greedy tokens, streamed, and record arrival times. The request's start time
         is now, or `start_s` (of time.perf_counter).

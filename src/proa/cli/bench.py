@@ -17,9 +17,10 @@ BENCHMARKS = {
     "load": "proa.cli.bench_load",
     "hybrid": "proa.cli.bench_hybrid",
     "prefill": "proa.cli.bench_prefill",
+    "restart": "proa.cli.bench_restart",
 }
 OVERVIEW = """\
-usage: proa bench latency|serve|kernels|load|hybrid|prefill [options]
+usage: proa bench latency|serve|kernels|load|hybrid|prefill|restart [options]
 
 Measure a model or the CPU's kernels on this machine, and compare with the hardware limit (the roof).
 
@@ -29,6 +30,7 @@ Measure a model or the CPU's kernels on this machine, and compare with the hardw
   load     loading a model from its files into memory: GB/s and peak memory
   hybrid   a GPU and the CPU together, with random weights: tokens/s, where a step's time goes
   prefill  a GPU and the CPU together, with random weights: time to first token by the prompt's length, the bound
+  restart  a server is killed and started again: its prefix cache is restored from files
 
 latency and serve load a model themselves, or measure a running server with --url. --json prints all figures.
 `proa bench latency --help` etc. show the options of each.
@@ -43,7 +45,6 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "No benchmark is given."
-        raise UsageError(
-            shown, f"{did_you_mean(word, BENCHMARKS)} Choose latency, serve, kernels, load, hybrid or prefill.".strip()
-        )
+        names = "latency, serve, kernels, load, hybrid, prefill or restart"
+        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} Choose {names}.".strip())
     return load_command(BENCHMARKS[word])(argv[1:])

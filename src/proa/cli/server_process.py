@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from proa.config.env import child_environ
@@ -16,8 +18,9 @@ _STOP_S = 20.0
 
 
 @contextmanager
-def server_process(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run `proa serve ARGV` until the block ends; yield its report (cli/report.py) when the model is ready.
+def server_process(argv: Sequence[str], *, kill: bool = False) -> Iterator[dict[str, Any]]:
+    """Run `proa serve ARGV` until the block ends; yield its report (cli/report.py) when the model is ready. kill: end
+    it by SIGKILL, as if the machine had failed.
 
     The child shares stderr. It has its own session, so that Ctrl-C reaches only the parent, and it exits when its stdin
     closes, so that it never outlives the parent, however that dies. Raises ProaError if the server cannot start.
@@ -33,7 +36,10 @@ def server_process(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         yield _ready_report(process)
     finally:
-        _stop(process)
+        if kill:
+            _kill(process)
+        else:
+            _stop(process)
 
 
 def _ready_report(process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -52,6 +58,20 @@ class _StartError(ProaError):
     def __init__(self, exit_code: int) -> None:
         super().__init__("The server could not start; see its message above.")
         self.exit_code = exit_code if exit_code > 0 else EngineDead.exit_code
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the server, and wait until its engine, which ends with it, is gone and has released its memory."""
+    children = [
+        int(child)
+        for tasks in Path(f"/proc/{process.pid}/task").glob("*/children")
+        for child in tasks.read_text().split()
+    ]
+    with process:
+        process.kill()
+    end_s = time.monotonic() + _STOP_S
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -100,6 +100,19 @@ class CacheOptions:
     )
     page_tokens: int = option(16, help="tokens per page of the KV cache", low=1, high=256)
     prefix_cache: bool = option(True, help="reuse the KV cache of prompts with a common prefix")
+    prefix_cache_dir: str | None = option(
+        None,
+        help="folder to keep the KV cache of prompts and answers in, also after a restart; needs --prefix-cache-disk; "
+        "its files contain what users wrote, and only their owner may read them; engines may share it",
+        metavar="PATH",
+    )
+    prefix_cache_disk: int | None = option(
+        None,
+        help="most bytes of files in --prefix-cache-dir; the least recently used are deleted first",
+        metavar="SIZE",
+        kind="size",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import msgspec
 
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.clock import Stage
+from proa.engine.executors.page_tiers import PageTiers
 from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepPlan
@@ -28,22 +29,30 @@ class Engine:
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None,
-        turns: PrefillTurns | NoTurns | None = None, helpers: Pool | None = None,
+        turns: PrefillTurns | NoTurns | None = None, helpers: Pool | None = None, tiers: PageTiers | None = None,
     ) -> None:  # fmt: skip
         """saver: writes expert counts between steps. turns: computes prefill steps between decode steps. helpers:
-        pool whose workers are idle between steps and may send messages."""
+        pool whose workers are idle between steps and may send messages. tiers: those of the scheduler."""
+        self._tiers = tiers
         self._saver, self._turns, self.helpers = saver, turns or NoTurns(), helpers
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
         self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.executor.spec.ropes), default=None)
+        self.stalls = False  # the last step could not be planned before copies of KV pages are done
         self._ahead: Flight | None = None  # launched before the results of the step before were taken
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # sent with the request's first token
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def keep_up(self) -> bool:
+        """Take what copies of KV pages have done since the last step. Returns whether more are under way, so that it
+        should be called again soon. For times without work, and without a step that could be launched."""
+        self.scheduler.behind.collect()
+        return self.scheduler.behind.busy
 
     def submit(self, request: EngineRequest, matcher: Follower | None = None) -> None:
         """Queue a sequence. matcher: of its constraint or budget, if it has one. Raises RequestError for ids outside
@@ -74,15 +83,19 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Take the results of the oldest step in flight, or of a new one. The next step is launched before that if the
+        """Take the results of the oldest step in flight, or of a new one; none if all requests wait for pages that are
+        restored, or for memory that is being copied. The next step is launched before that if the
         executor can continue without the sampled tokens on the host. Returns the step's events."""
         flight = self._oldest()
+        self.stalls = flight is None and self.scheduler.behind.busy
         if flight is None:
             return self._progress_beside()
         self.runner.sample(flight, self.scheduler.counts)
         self._turns.prefill()
         self._ahead = self._launch_ahead(flight)
         output = self.runner.wait(flight)
+        if self._tiers is not None:
+            self._tiers.learn(flight.plan.num_tokens, flight.age_s())
         if flight.plan is not self.scheduler.beside:
             self._turns.learn(flight, flight.age_s())
         return self._progress_beside() + self._commit(flight.plan, output)
@@ -141,11 +154,14 @@ class Engine:
             self._ahead = None
         if self._saver is not None:
             self._saver.end()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def stats(self) -> Stats:
         scheduler, seconds = self.scheduler.stats(), StepSeconds(*self.clock.seconds())
         done = self.runner.executor.counters()
-        return Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
+        stats = Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
+        return stats if self._tiers is None else msgspec.structs.replace(stats, prefix_files=self._tiers.stats())
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprobs = output.logprobs.get(event.id)

@@ -88,12 +88,31 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
     cpu_pair_seconds: float = 0.0
 
 
+class PrefixFileStats(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix cache's files. Gauges up to prefill_tokens_per_s, then counters."""
+
+    stored_bytes: int = 0  # of the folder, other models' included
+    foreign_files: int = 0  # of other models, KV types or versions
+    restore_bytes_per_s: float = 0.0  # running averages, by which restoring and computing are compared; 0: unknown
+    prefill_tokens_per_s: float = 0.0
+    restored_pages: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    refused_restores: int = 0  # computing was predicted to be quicker
+    written_files: int = 0
+    written_bytes: int = 0
+    evicted_files: int = 0
+    bad_files: int = 0  # cut, changed or not readable
+    failed_writes: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     scheduler: SchedulerStats = SchedulerStats()
     seconds: StepSeconds = StepSeconds()
     cpu_experts: CpuExpertStats = CpuExpertStats()
     residency: ResidencyStats = ResidencyStats()
     prefill: PrefillStats = PrefillStats()
+    prefix_files: PrefixFileStats = PrefixFileStats()
 
     def values(self) -> dict[str, float]:
         """Every value by its path, such as "scheduler.steps"."""

@@ -125,6 +125,49 @@ SAMPLED: dict[str, Declared] = {
     "prefill.cpu_pair_seconds": Declared(
         "proa_prefill_cpu_pair_seconds", "gauge", "Seconds of the CPU for a (token, expert) pair of an expert"
     ),
+    "prefix_files.stored_bytes": Declared(
+        "proa_prefix_file_stored_bytes", "gauge", "Bytes of files in --prefix-cache-dir"
+    ),
+    "prefix_files.foreign_files": Declared(
+        "proa_prefix_file_foreign_files",
+        "gauge",
+        "Files there of other models, KV types or versions, which are ignored",
+    ),
+    "prefix_files.restore_bytes_per_s": Declared(
+        "proa_prefix_file_restore_bytes_per_second",
+        "gauge",
+        "Rate of restoring from files, with which computing is compared; 0: unknown",
+    ),
+    "prefix_files.prefill_tokens_per_s": Declared(
+        "proa_prefix_file_prefill_tokens_per_second",
+        "gauge",
+        "Rate of computing prompts, with which restoring is compared; 0: unknown",
+    ),
+    "prefix_files.restored_pages": Declared(
+        "proa_prefix_file_restored_pages", "counter", "KV pages restored from files"
+    ),
+    "prefix_files.restored_bytes": Declared(
+        "proa_prefix_file_restored_bytes", "counter", "Bytes of KV read from files"
+    ),
+    "prefix_files.restore_seconds": Declared(
+        "proa_prefix_file_restore_seconds", "counter", "Seconds of restoring from files"
+    ),
+    "prefix_files.refused_restores": Declared(
+        "proa_prefix_file_refused_restores",
+        "counter",
+        "Times that computing was predicted to be quicker than restoring",
+    ),
+    "prefix_files.written_files": Declared("proa_prefix_file_written_files", "counter", "Files of KV written"),
+    "prefix_files.written_bytes": Declared("proa_prefix_file_written_bytes", "counter", "Bytes of KV written to files"),
+    "prefix_files.evicted_files": Declared(
+        "proa_prefix_file_evicted_files", "counter", "Files deleted because of --prefix-cache-disk"
+    ),
+    "prefix_files.bad_files": Declared(
+        "proa_prefix_file_bad_files", "counter", "Files that were cut, changed or not readable, which were ignored"
+    ),
+    "prefix_files.failed_writes": Declared(
+        "proa_prefix_file_failed_writes", "counter", "Files that could not be written"
+    ),
     "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
     "scheduler.cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"

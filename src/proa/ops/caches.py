@@ -27,6 +27,10 @@ class KvPages:
         return len(self.keys)
 
     @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
+    @property
     def states(self) -> tuple[Tensor, ...]:
         return ()
 
@@ -42,6 +46,10 @@ class LatentPages:
     @property
     def num_pages(self) -> int:
         return len(self.rows)
+
+    @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows,)
 
     @property
     def states(self) -> tuple[Tensor, ...]:
@@ -64,6 +72,10 @@ class RecurrentState:
         return None
 
     @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
     def states(self) -> tuple[Tensor, ...]:
         return self.rule, self.tail
 
@@ -74,6 +86,10 @@ class LayerCache(Protocol):
     @property
     def num_pages(self) -> int | None:
         """Number of KV pages, the same in all caches that have pages; None: it has none."""
+
+    @property
+    def page_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors [pages, ...], contiguous, that hold the KV pages."""
 
     @property
     def states(self) -> tuple[Tensor, ...]:

@@ -182,6 +182,13 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True):
     saving: bool = False  # --power-saving: fewer workers, if decode slows down little
 
 
+class PrefixFiles(msgspec.Struct, frozen=True):
+    """The folder of the prefix cache's files, absolute, and the most bytes of its files."""
+
+    folder: str
+    limit_bytes: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All decisions that the engine executes. Paths are absolute; sizes are final."""
 
@@ -199,6 +206,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     num_pages: int
     prefix_cache: bool
+    prefix_files: PrefixFiles | None = None  # where the prefix cache keeps pages beyond memory; None: nowhere
     state_copies: int = 0  # copies of recurrent states, from which prompts resume
     max_running: int
     max_batch_tokens: int

@@ -107,4 +107,7 @@ def _settle(model: str, opened: Opened, asked: EngineOptions, host: Host) -> Pre
         file = Path(gpus.save_expert_counts).absolute()  # the engine's process writes it
         check_writable(file)
         asked = replace(asked, gpus=replace(gpus, save_expert_counts=str(file)))
+    if asked.cache.prefix_cache_dir is not None:
+        folder = str(Path(asked.cache.prefix_cache_dir).expanduser().absolute())  # the engine's process opens it
+        asked = replace(asked, cache=replace(asked.cache, prefix_cache_dir=folder))
     return Prepared(resolve(asked, model, checkpoint, declared, host, counts), checkpoint, declared, host.machine)

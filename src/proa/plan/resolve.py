@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ResourceError, UsageError
@@ -30,6 +31,7 @@ from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import PackedSize, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
+from proa.plan.prefix_files import prefix_files
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
@@ -66,15 +68,16 @@ def resolve(
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
     packed = packed_size(spec, stored) if isa else None
     need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, packed)
-    case = Case(model, spec, options, dtype, need, machine, usable_bytes, kv_elem_bytes=kv.elem_bytes, stored=stored,
-                counts=counts)  # fmt: skip
+    files = prefix_files(options, model, need)
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes - files.buffer_bytes,
+                kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
-    where = (_compute(dtype, host, placed.gpu), *placed.decisions)
-    rows = (weights, dtype_row, *where, kv.row, *prefix_rows(case, placed.need))
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
+    rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
+    rows += (*prefix_rows(case, placed.need), *files.decisions)
     rows += _step_rows(asked, placed.batch_tokens, None if share else batch_tokens)
     rows += (share_row, deterministic.row(asked.deterministic, cell))
     return Plan(
@@ -83,15 +86,12 @@ def resolve(
         load_format=checkpoint.load_format,
         dtype=dtype,
         kv_dtype=kv.dtype,
-        dummy_seed=options.model.dummy_seed,
-        dummy_router=options.model.dummy_router,
-        dummy_format=options.model.dummy_format,
-        ignore_config_keys=options.model.ignore_config_key,
-        override_config=config_overrides(options.model.override_config),
+        **_model_fields(options.model),
         context_tokens=placed.fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
         num_pages=placed.fitted.num_pages,
         prefix_cache=has_prefix_cache(case, placed.need),
+        prefix_files=files.files,
         state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=placed.batch_tokens,
@@ -110,6 +110,17 @@ def resolve(
         roof=placed.roof,
         decisions=(*rows, *ram_rows, threads_row, *worker_rows),
     )
+
+
+def _model_fields(asked: ModelOptions) -> dict[str, Any]:
+    """Fields of the Plan that are options as they were given."""
+    return {
+        "dummy_seed": asked.dummy_seed,
+        "dummy_router": asked.dummy_router,
+        "dummy_format": asked.dummy_format,
+        "ignore_config_keys": asked.ignore_config_key,
+        "override_config": config_overrides(asked.override_config),
+    }
 
 
 def _need(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.sim_gpu import SimBuild
 from proa.engine.building.threads import choose_threads
+from proa.engine.building.tiers import new_tiers
 from proa.engine.building.timeline import Timeline
 from proa.engine.count_saver import CountSaver
 from proa.engine.engine import Engine
@@ -33,6 +35,7 @@ from proa.engine.runner import Runner
 from proa.engine.scheduling.phases import LEAST_ROWS_ON_CPU, FixedPhases, FreePhases, Phases
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.scheduling.tiers import Tiers
 from proa.engine.turns import NoTurns, PrefillTurns
 from proa.layers.decoder import Decoder
 from proa.machine.usage import peak_rss_bytes
@@ -54,9 +57,11 @@ PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to be 
 
 
 def load_engine(
-    plan: Plan, report: Callable[[Loading], None], timeline: Timeline | None = None
-) -> tuple[Engine, Ready]:  # fmt: skip
-    """Load the planned model. Raises ModelError and ResourceError."""
+    plan: Plan, report: Callable[[Loading], None], timeline: Timeline | None = None, cpus: Collection[int] = ()
+) -> tuple[Engine, Ready]:
+    """Load the planned model. cpus: for threads of the prefix cache's files; empty: those of the calling thread. Raises
+    ModelError and ResourceError."""
+    cpus = cpus or os.sched_getaffinity(0)
     timeline = timeline or Timeline()
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
@@ -72,7 +77,8 @@ def load_engine(
     passes = plan.pass_tokens > 0
     turns = PrefillTurns(runner, plan.prefill_share, passes=passes) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
-    engine = Engine(runner, new_scheduler(plan), declared.spec.vocab, build.saver(), turns, helpers)
+    tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
+    engine = Engine(runner, new_scheduler(plan, tiers), declared.spec.vocab, build.saver(), turns, helpers, tiers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")
@@ -238,13 +244,13 @@ class _Native:
         )
 
 
-def new_scheduler(plan: Plan) -> Scheduler:
-    """A scheduler with the planned limits, pages and prefix cache, all empty."""
+def new_scheduler(plan: Plan, tiers: Tiers | None = None) -> Scheduler:
+    """A scheduler with the planned limits, pages and prefix cache, all empty. tiers: behind the prefix cache."""
     allocator = PageAllocator(plan.num_pages)
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
     return Scheduler(
-        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan)
+        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan), tiers=tiers
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class EagerExecutor:
         a step in parts that are computed at once."""
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
-        self._model, self._caches, self._page_tokens = model, caches, page_tokens
+        self._model, self.caches, self._page_tokens = model, caches, page_tokens
         self._chunk_rows = chunk_rows
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
         self._unfinished: EagerStep | None = None  # the step in parts
@@ -66,7 +66,7 @@ class EagerExecutor:
             after.next_step = step
             spans = _continued(spans, self.tokens_to_follow(after))
         if batch.copies_before:
-            copy_states(self._caches, batch.copies_before)
+            copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         if in_parts:
             step.parts = self._parts(step)
@@ -81,7 +81,7 @@ class EagerExecutor:
         with self._listening():
             step.hidden = self._model(tokens, inputs, step.kept)
         if batch.copies_after:
-            copy_states(self._caches, batch.copies_after)
+            copy_states(self.caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
 
@@ -104,7 +104,7 @@ class EagerExecutor:
         batch = batch_of(q_lens, kv_lens, pages, self._page_tokens, [s.state for s in spans])
         positions, lengths = positions_of(spans)
         angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
-        return tokens, Step(batch, angles, self._caches)
+        return tokens, Step(batch, angles, self.caches)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class EagerExecutor:
         if parts.done:
             self._session.end_pass()
             step.hidden = parts.hidden
-            copy_states(self._caches, step.batch.copies_after)
+            copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 

@@ -22,6 +22,7 @@ from proa.engine.executors.batch import Span, StepBatch, StepResult
 from proa.engine.executors.clock import StepClock
 from proa.models.spec import Model
 from proa.native.doorbell import Counters
+from proa.ops.caches import Caches
 from proa.plan.budget import SCORED_ROWS
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -47,6 +48,7 @@ class Executor(Protocol[S]):
 
     spec: Model
     clock: StepClock
+    caches: Caches  # that its steps read and write
 
     def launch(self, batch: StepBatch, after: S | None = None, *, in_parts: bool = False) -> S:
         """Start to compute all rows of a step; K, V and states are written to their caches.

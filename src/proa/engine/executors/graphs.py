@@ -72,7 +72,7 @@ class GraphExecutor:
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""
         self.spec, self.clock = model.spec, StepClock()
-        self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
+        self._model, self.caches, self._limits, self._queue = model, caches, limits, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
@@ -234,7 +234,7 @@ class GraphExecutor:
 
     def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
         if slots:
-            copy_states(self._caches, slots)
+            copy_states(self.caches, slots)
 
     def _capture(self, bucket: int, rows_each: int) -> _Captured:
         """Capture the decode graph of `bucket` sequences. Its inputs are padding until they are filled."""

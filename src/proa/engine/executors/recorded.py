@@ -80,7 +80,7 @@ class RecordedExecutor:
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
         self._keep: list[object] = [model, recorder]  # the program holds addresses of their buffers, and of the caches'
-        self._caches = caches
+        self.caches = caches
         self._program, self._limits = recorder.program, limits
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
         self._rows = RowNumbers(tokens, slots, positions)
@@ -211,7 +211,7 @@ class RecordedExecutor:
     def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
         if slots:
             with torch.inference_mode():
-                copy_states(self._caches, slots)
+                copy_states(self.caches, slots)
             self.clock.lap(Stage.PROGRAM)
 
     def try_step(self, token: int, share: float) -> None:

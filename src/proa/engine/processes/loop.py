@@ -32,14 +32,15 @@ log = logging.getLogger(__name__)
 
 # An idle engine waits for a message at most this long before it polls again.
 IDLE_POLL_MS = 10_000
-COMPILING_POLL_MS = 1  # while a grammar is compiled that an idle engine waits for
+POLL_MS = 1  # while it waits for a grammar that is compiled, or for KV pages that are copied
 
 
 def run(channel: Channel) -> int:
     """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
     timeline = Timeline()
     timeline.mark("imports")
-    grammars = GrammarStore(os.sched_getaffinity(0))  # before the engine's thread is bound to one CPU
+    cpus = os.sched_getaffinity(0)  # before the engine's thread is bound to one CPU
+    grammars = GrammarStore(cpus)
     start = channel.receive()
     timeline.mark("plan")  # the frontend may still be planning
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
@@ -47,7 +48,7 @@ def run(channel: Channel) -> int:
         return 1
     loaded = False
     try:
-        engine, ready = load_engine(start.plan, channel.send, timeline)
+        engine, ready = load_engine(start.plan, channel.send, timeline, cpus)
         loaded = True
         if engine.helpers is not None:
             channel.send_by(engine.helpers)
@@ -80,7 +81,7 @@ def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
     channel.send(engine.stats())
     while True:
         if not engine.has_work:
-            channel.wait(COMPILING_POLL_MS if admission.holds else IDLE_POLL_MS)
+            channel.wait(POLL_MS if engine.keep_up() or admission.holds else IDLE_POLL_MS)
             engine.clock.start()
         while channel.wait(0):
             message = channel.receive()
@@ -93,10 +94,13 @@ def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
                 channel.send(refusal(request_id, error))
         if engine.has_work:
             events = engine.step()
-            channel.send(Tokens(events, engine.stats()))
+            if events or not engine.stalls:
+                channel.send(Tokens(events, engine.stats()))
             engine.clock.lap(Stage.PUBLISH)
             if not engine.has_work:
                 engine.scheduler.check()
+            elif engine.stalls:
+                channel.wait(POLL_MS)
 
 
 def handle(admission: Admission, engine: Engine, channel: Channel, message: ToEngine) -> None:

@@ -11,10 +11,13 @@ from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 
 
-def check_pages(allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request]) -> None:
-    """Raise IntegrityError unless every page's reference count equals its number of holders."""
+def check_pages(
+    allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request], copied: Iterable[int] = ()
+) -> None:
+    """Raise IntegrityError unless every page's reference count equals its number of holders. copied: references of
+    copies to and from other tiers."""
     allocator.check()
-    holders: Counter[int] = Counter()
+    holders: Counter[int] = Counter(copied)
     for request in running:
         holders.update(request.pages)
     if cache:

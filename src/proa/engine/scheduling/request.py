@@ -38,9 +38,9 @@ class Request:
 
     __slots__ = (
         "arrival", "branch_tokens", "copied_tokens", "expert_tokens", "finish_reason", "group", "id", "keys",
-        "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages",
-        "passing", "priority", "row", "salt", "sampling", "state", "state_slot", "stop_ids", "stop_token",
-        "streamed_tokens", "tokens",
+        "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "num_stored", "page_tokens",
+        "pages", "passing", "priority", "restored", "row", "run_keys", "salt", "sampling", "state", "state_slot",
+        "stop_ids", "stop_token", "streamed_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,9 @@ class Request:
         self.branch_tokens = 0  # number of leading tokens whose KV the prefix cache had at admission
         self.passing: PrefixNode | None = None  # node of its last copy, if neither at a branch nor at its prompt's end
         self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
+        self.run_keys: list[bytes] = []  # keys of its first runs of pages in the tiers behind the prefix cache
+        self.num_stored = 0  # of these, the runs that were given to the tiers, or were there
+        self.restored = False  # since it was last admitted, pages were restored for it, or tried to be
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -112,6 +115,7 @@ class Request:
         """Start (again) from `pages`, whose KV is computed already; node: the locked end of that cached prefix."""
         self._move(State.RUNNING)
         self.pages, self.node, self.state_slot = pages, node, state_slot
+        self.restored = False
         self.num_computed = len(pages) * self.page_tokens
 
     def preempt(self) -> None:

@@ -37,8 +37,10 @@ from proa.engine.scheduling.integrity import check_pages, check_request, check_s
 from proa.engine.scheduling.phases import FreePhases, Phases
 from proa.engine.scheduling.policy import Limits, Lineup, refuse_crowd, refuse_impossible
 from proa.engine.scheduling.request import NO_SLOT, Request, State
+from proa.engine.scheduling.restoring import behind
 from proa.engine.scheduling.step_builder import StepBuilder
-from proa.engine.scheduling.step_plan import StepItem, StepPlan
+from proa.engine.scheduling.step_plan import StepItem, StepPlan, tokens_by_id
+from proa.engine.scheduling.tiers import Tiers
 from proa.engine.stats import SchedulerStats
 from proa.errors import RequestError
 from proa.grammar.matcher import Follower
@@ -51,9 +53,11 @@ class Scheduler:
     def __init__(
         self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
         copy_rules: CopyRules | None = None, *, turns: bool = False, phases: Phases | None = None,
+        tiers: Tiers | None = None,
     ) -> None:  # fmt: skip
-        """copy_rules: for a prefix cache with copies of recurrent states. turns: while requests decode, prefill chunks
-        are planned in a step of their own, `beside`; required by FixedPhases, which allow one phase per step."""
+        """copy_rules: for a prefix cache with copies of recurrent states. tiers: hold more pages than that cache.
+        turns: while requests decode, prefill chunks are planned in a step of their own, `beside`; required by
+        FixedPhases, which allow one phase per step."""
         self.limits = limits
         self._phases: Phases = phases or FreePhases()
         self._allocator = allocator
@@ -61,6 +65,7 @@ class Scheduler:
         self._copying = (
             Copying(prefix_cache, copy_rules or CopyRules()) if prefix_cache and prefix_cache.copies else None
         )
+        self.behind = behind(tiers, prefix_cache, allocator, self._phases)
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
@@ -137,6 +142,7 @@ class Scheduler:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
         plan must be followed by commit(). May set `beside` to a new step, whose `copy_from` copies must
         be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
+        self.behind.collect()
         passes = self._turns and self.limits.pass_tokens > 0
         budget_tokens = self.limits.pass_tokens if passes else self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
@@ -177,6 +183,7 @@ class Scheduler:
         """
         if self.beside is not None or len(self._in_flight) != 1:
             return None
+        self.behind.collect()
         items = [item for item in self._in_flight[0].items if self.counts(item)]
         needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
         if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
@@ -206,8 +213,9 @@ class Scheduler:
         with nothing changed, if `plan` is not in flight, the step before it still is, or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
-        if self._copying:
-            self._forget_copies([item for item in plan.items if not self.counts(item)])
+        for item in plan.items:
+            if self._copying and not self.counts(item):
+                self._copying.forget(item)
         void = self._void & {item.request.id for item in plan.items} if self._void else self._void
         self._land(plan)
         self._void -= void
@@ -244,7 +252,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
-        check_pages(self._allocator, self._cache, self._running)
+        check_pages(self._allocator, self._cache, self._running, self.behind.held_pages())
         check_slots(self._free_states, self._running, self.limits)
         if self._copying:
             self._copying.check([item for plan in self._flying for item in plan.items])
@@ -261,7 +269,9 @@ class Scheduler:
         if self.limits.lookahead_tokens or self._void or len(items) != num_running:
             return False
         num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
-        first = next(iter(self._waiting), None)  # no other waiting request is admitted before it
+        first = next(
+            (r for r in self._waiting if not self.behind.holds(r)), None
+        )  # no other waiting request is admitted before it
         full = num_going_on >= self.limits.num_slots
         if first is not None and not (full and first.priority >= self._running.last.priority):
             return False
@@ -297,10 +307,12 @@ class Scheduler:
             if step.budget_tokens < 1 or (self._phases.one_chunk and step.has_chunks):
                 return
             if request.state is State.WAITING:
-                if not is_open or (request.group in leading and self._may_match(request)):
+                if not is_open or self.behind.holds(request):
+                    continue
+                if request.group in leading and self._may_match(request):
                     continue
                 is_open = self._admit(request, step)
-                if not is_open:
+                if request.state is State.WAITING:  # it does not fit, or pages are restored for it
                     continue
                 if self._leads(request):
                     leading.add(request.group)
@@ -326,7 +338,8 @@ class Scheduler:
         return request.sampling.prompt_logprobs is None or request.num_generated > 0
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Start a waiting request if a slot and pages are free or can be taken from requests of worse priority."""
+        """Start a waiting request, or restore pages for it, if a slot and pages are free or can be taken from requests
+        of worse priority. Returns False if they are not."""
         held = self._held
         worse = [r for r in self._running if r.priority > request.priority and r.id not in held]
         if len(self._running) - len(worse) >= self.limits.num_slots:
@@ -339,6 +352,8 @@ class Scheduler:
             if not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
+        if match and self.behind.begin(request, match, self._matchable_tokens(request), calm=not self._in_flight):
+            return True
         self._waiting.remove(request)
         self._running.add(request)
         if self._cache and match:
@@ -351,6 +366,9 @@ class Scheduler:
         request.pages += self._take(self._pages_needed(request))
         return True
 
+    def _matchable_tokens(self, request: Request) -> int:
+        return self._phases.matched_tokens(request) if self._may_match(request) else 0
+
     def _count_prompt(self, request: Request, match: PrefixMatch | None) -> None:
         if request.num_cached is None:
             request.num_cached = len(match.pages) * self.limits.page_tokens if match else 0
@@ -360,8 +378,7 @@ class Scheduler:
     def _match(self, request: Request) -> PrefixMatch | None:
         if self._cache is None:
             return None
-        num_tokens = self._phases.matched_tokens(request) if self._may_match(request) else 0
-        num_pages = num_tokens // self.limits.page_tokens
+        num_pages = self._matchable_tokens(request) // self.limits.page_tokens
         match = self._cache.match(self._keys(self._cache, request, num_pages))
         num_matched = len(match.pages) * self.limits.page_tokens
         if (num_whole := self._phases.whole_tokens(num_matched)) == num_matched:
@@ -404,17 +421,8 @@ class Scheduler:
         follows = self._ahead is not None and self._ahead[0] is plan
         if follows or not any(plan is one for one in self._flying):
             raise ValueError("this plan cannot be committed: it is not in flight, or the step before it still is")
-        results: dict[str, Sequence[int]] = {}
-        for item in plan.items:
-            if not item.samples or not self.counts(item):
-                continue
-            tokens = sampled.get(item.request.id, ())
-            results[item.request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens
-            if not 1 <= len(tokens) <= 1 + self.limits.lookahead_tokens:
-                raise ValueError(
-                    f"{item.request!r} got {len(tokens)} tokens, expected 1 to {1 + self.limits.lookahead_tokens}"
-                )
-        return results
+        counted = [item for item in plan.items if item.samples and self.counts(item)]
+        return tokens_by_id(counted, sampled, 1 + self.limits.lookahead_tokens)
 
     def _accept(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
         """Append sampled tokens up to the end of the answer; the KV of drafts beyond it is discarded."""
@@ -447,6 +455,7 @@ class Scheduler:
         request.node, held = self._cache.insert(request.node, keys, own)
         if held != own:
             request.pages = [*request.pages[:first], *held, *request.pages[last:]]
+        self.behind.shared(request)
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         (self._waiting if request.state is State.WAITING else self._running).remove(request)
@@ -454,11 +463,6 @@ class Scheduler:
         del self._requests[request.id]
         if request.state is not State.FINISHED:
             request.finish(reason)
-
-    def _forget_copies(self, items: Iterable[StepItem]) -> None:
-        if self._copying:
-            for item in items:
-                self._copying.forget(item)
 
     # ---- pages
 

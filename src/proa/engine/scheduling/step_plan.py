@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import msgspec
 
 from proa.engine.scheduling.request import NO_SLOT, Request
@@ -35,3 +37,16 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
+
+
+def tokens_by_id(
+    items: Iterable[StepItem], sampled: Mapping[str, int | Sequence[int]], most: int
+) -> dict[str, Sequence[int]]:
+    """The tokens that each item sampled, by its request's id. Raises ValueError unless they are 1 to `most`."""
+    results: dict[str, Sequence[int]] = {}
+    for request in (item.request for item in items):
+        tokens = sampled.get(request.id, ())
+        results[request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens
+        if not 1 <= len(tokens) <= most:
+            raise ValueError(f"{request!r} got {len(tokens)} tokens, expected 1 to {most}")
+    return results
