@@ -170,6 +170,11 @@ class HybridModel:
         """Whether some of the model's experts lie in RAM."""
         return self.transport is not None
 
+    @property
+    def passes_in_groups(self) -> bool:
+        """Whether a bank of the ring is smaller than a layer's experts, so that a pass may have groups of them."""
+        return self.streaming is not None and len(self.streaming.overlay.residency) > 1
+
     def begin_pass(self, tokens: int, chunks: int) -> float:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
         a time. Returns the fraction of the experts in RAM that are copied to the GPU."""

@@ -191,8 +191,9 @@ class Stage:
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
         if self._plan.prefill_share:
-            for rates in (_NO_COPIES, _ALL_COPIES):  # as many experts as are in the ring at once, and groups of them
-                self._pass(rows, rates)
+            self._pass(rows, _NO_COPIES)
+            if self._hybrid.passes_in_groups:
+                self._pass(rows, _ALL_COPIES)
 
     def _pass(self, rows: int, rates: PrefillRates) -> None:
         if (streaming := self._hybrid.streaming) is not None:
