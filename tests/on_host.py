@@ -69,7 +69,7 @@ class OnHost:
             out[:live] = self._decoder(tokens[:live], inputs, kept)
         return out
 
-    def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
+    def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
         live, inputs = _live(step)
         out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
         if not live:

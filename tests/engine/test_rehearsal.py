@@ -43,7 +43,13 @@ MOST_OF_A_KERNEL = 5  # one more than without groups of experts (a part of a sum
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache of the processes here."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = {}
     for name, (options, _, _) in SHAPES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -54,11 +60,34 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         folder = make_tiny(name, tmp_path_factory.mktemp("tiny") / name)
         asked = {"dtype": "bfloat16", "context": 256, **options}
         cases[name] = {"path": str(folder), "vram": 4 * GIB, "options": asked, "seed": 1}
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}
+    return cases
+
+
+def run(cases: dict[str, dict[str, Any]], kernels: Path, hash_seed: int) -> dict[str, dict[str, Any]]:
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(kernels), "PYTHONHASHSEED": str(hash_seed)}
     program = [sys.executable, TESTS / "rehearsed.py", json.dumps(list(cases.values()))]
     done = subprocess.run(program, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def rehearsed(cases: dict[str, dict[str, Any]], kernels: Path) -> dict[str, dict[str, Any]]:
+    return run(cases, kernels, 1)
+
+
+def test_later_starts_read_the_list(
+    rehearsed: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]], kernels: Path
+) -> None:
+    """Another process, whose strings have other hashes, finds the list of the first one, and it still is what launches
+    need."""
+    before = {path: path.stat().st_mtime_ns for path in kernels.glob("variants-*")}
+    assert len(before) == len(cases)
+    again = run({"deepseek-v3": cases["deepseek-v3"]}, kernels, 2)["deepseek-v3"]
+    assert {path: path.stat().st_mtime_ns for path in kernels.glob("variants-*")} == before
+    assert again["counts"] == rehearsed["deepseek-v3"]["counts"]
+    assert (again["not_launched"], again["not_compiled"], again["not_rehearsed"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TINY])

@@ -13,17 +13,20 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from triton import knobs
 
+from proa.engine.building.kept_variants import kept_or_made, key_of
 from proa.engine.building.rehearsal import rehearse
 from proa.machine.cgroup import cgroup_limits
 from proa.models.names import Declared
+from proa.models.spec import Model
 from proa.ops.ahead import Compiled, Compiler, Variant, recording
 from proa.plan.packed_size import dummy_types
 from proa.plan.plan import Plan
@@ -76,15 +79,21 @@ def compile_ahead(
     yield from compile_all(variants, compiler, processes)
 
 
-def variants_of(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> list[Variant]:
-    """All kernel variants that the model's steps launch, the most needed first."""
+def variants_of(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> Sequence[Variant]:
+    """All kernel variants that the model's steps launch, the most needed first. An earlier start may have kept the
+    list in Triton's cache."""
     gpu = plan.gpu
     if gpu is None:
         raise ValueError("this plan has no GPU")
     capability = 10 * gpu.capability[0] + gpu.capability[1]
     stored = stored_types(plan, checkpoint, declared)
+    key = key_of(plan, declared.spec, stored, capability)
+    return kept_or_made(Path(knobs.cache.dir), key, lambda: _rehearsed(plan, declared.spec, stored, capability))
+
+
+def _rehearsed(plan: Plan, spec: Model, stored: Mapping[str, str], capability: int) -> Sequence[Variant]:
     with recording(capability) as recorder:
-        for step in rehearse(plan, declared.spec, stored, capability):
+        for step in rehearse(plan, spec, stored, capability):
             step()
     return recorder.variants
 
