@@ -248,8 +248,8 @@ class GpuOptions:
     )
     prefill: str = option(
         "auto",
-        help="what computes prompts with the experts in RAM; cpu: the CPU; stream: the GPU, to which as many are "
-        "copied as its ring holds; auto: both, divided so that they end at the same time",
+        help="what computes prompts with the experts in RAM; cpu: the CPU; stream: the GPU, to which they are "
+        "copied; auto: both, divided so that they end at the same time",
         choices=("auto", "cpu", "stream"),
     )
     read_ahead: str = option(
