@@ -221,8 +221,8 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     return true;
 }
 
-// Takes a task of the announced phase and prefetches for it, until that phase is opened or a lane of higher priority
-// has work. False if there is no such task.
+// Takes a task of the announced phase and prefetches for it, until that phase is opened, or the open one or a lane of
+// higher priority has work. False if there is no such task.
 bool Pool::hold(int lane_index, Worker& worker) {
     Lane& lane = lanes_[size_t(lane_index)];
     const Task& queued = worker.on[size_t(lane_index)].queued;
@@ -232,6 +232,9 @@ bool Pool::hold(int lane_index, Worker& worker) {
     for (int spins = 0; after(lane.epoch.load(std::memory_order_acquire)) == epoch; ++spins) {
         if (fetch_early(lane_index, worker)) continue;
         relax();
+        // The open phase may have been opened after this worker looked for its tasks, which nobody else may take if
+        // they belong to a node of which this is the only worker.
+        if (any_open(lane, worker.node)) break;
         const auto before = all_lanes().first(size_t(lane_index));
         if (std::any_of(before.begin(), before.end(), [&](const Lane& first) { return any_work(first, worker.node); }))
             break;

@@ -213,7 +213,9 @@ class Pool {
     bool take_of(Lane& lane, uint64_t wanted, int node, Task& task);
     bool fetch_early(int lane, Worker& worker);
     bool hold(int lane, Worker& worker);
-    bool any_work(const Lane& lane, int node) const;
+    bool any_work(const Lane& lane, int node) const;  // in the open phase or the announced one
+    bool any_open(const Lane& lane, int node) const;
+    static bool has_left(const Counter& counter);
     bool take_again(Lane& lane, int node, Task& task);
     bool look_up(Lane& lane, uint64_t epoch, Task& task);
     static bool is_over(const Lane& lane, const Task& task);

@@ -79,19 +79,21 @@ bool Pool::next_task(int lane, Worker& worker, Task& task) {
     const auto is_early = [&](const Task& it) {
         return it.epoch == after(lanes_[size_t(lane)].epoch.load(std::memory_order_acquire));
     };
-    if (queued.tasks) {
-        if (is_early(queued)) return false;
+    if (queued.tasks && !is_early(queued)) {
         task = queued;
         queued.tasks = 0;
         if (is_over(lanes_[size_t(lane)], task)) return next_task(lane, worker, task);
     } else if (!first_task(lane, worker, task)) {
         return false;
     } else if (is_early(task)) {
-        queued = task;  // the open phase ended during the search, so this task belongs to the announced one
-        return false;
+        // The open phase ended during the search, so this task belongs to the announced one, and the queued one to the
+        // phase that is open now.
+        std::swap(task, queued);
+        if (!task.tasks) return false;
+        if (is_over(lanes_[size_t(lane)], task)) return next_task(lane, worker, task);
     }
-    if (task.run_before && has_many(lanes_[size_t(lane)], worker.node) && first_task(lane, worker, queued) &&
-        queued.epoch == task.epoch)
+    if (task.run_before && !queued.tasks && has_many(lanes_[size_t(lane)], worker.node) &&
+        first_task(lane, worker, queued) && queued.epoch == task.epoch)
         task.next = queued.id;
     return true;
 }
@@ -189,12 +191,21 @@ bool Pool::is_over(const Lane& lane, const Task& task) {
 
 bool Pool::any_work(const Lane& lane, int node) const {
     const auto waiting = [&](int n) {
-        return std::any_of(std::begin(lane.next), std::end(lane.next), [n](const Counter(&counters)[kMaxNodes]) {
-            const uint64_t seen = counters[n].value.load(std::memory_order_seq_cst);
-            return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
-        });
+        return std::any_of(std::begin(lane.next), std::end(lane.next),
+                           [n](const Counter(&counters)[kMaxNodes]) { return has_left(counters[n]); });
     };
     return waiting(node) || std::any_of(orphans_.begin(), orphans_.end(), waiting);
+}
+
+bool Pool::any_open(const Lane& lane, int node) const {
+    const auto& counters = lane.next[lane.epoch.load(std::memory_order_seq_cst) & 1];
+    const auto waiting = [&](int n) { return has_left(counters[n]); };
+    return waiting(node) || std::any_of(orphans_.begin(), orphans_.end(), waiting);
+}
+
+bool Pool::has_left(const Counter& counter) {
+    const uint64_t seen = counter.value.load(std::memory_order_seq_cst);
+    return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
 }
 
 }  // namespace proa
