@@ -101,7 +101,11 @@ def load_split(
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
         ops = (
-            _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at)).table()
+            _cuda("ops.cuda")
+            .CudaOps(
+                at, hybrid.new_experts, staging, traits_of(at), _cuda("ops.cuda_attention").CudaAttention(traits_of(at))
+            )
+            .table()
             if cuda
             else reference(torch.bfloat16, hybrid.new_experts)
         )

@@ -13,12 +13,13 @@ from torch import Tensor
 from proa.models.spec import SILU, Gating
 from proa.ops.caches import KvPages, RecurrentState
 from proa.ops.choose import composed_choose
+from proa.ops.cuda_attention import CudaAttention
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.gated import ACTIVATIONS
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.residency import Located, Residency
-from proa.ops.sizes import argmax_keys, attention_floats, attention_splits, delta_chunk_floats
+from proa.ops.sizes import argmax_keys, delta_chunk_floats
 from proa.ops.staging import Staging
 from proa.ops.table import (
     Angles,
@@ -35,7 +36,7 @@ from proa.ops.table import (
     RouterRule,
     alone,
 )
-from proa.ops.triton import argmax, attention, choose, delta, delta_chunks, route
+from proa.ops.triton import argmax, choose, delta, delta_chunks, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import gated
@@ -46,10 +47,11 @@ class CudaOps:
     """Implements the functions of ops/table.py."""
 
     def __init__(
-        self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits
+        self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits,
+        attention: CudaAttention,
     ) -> None:  # fmt: skip
         """traits: of the device; on the meta device, of the GPU that the kernels are compiled for."""
-        self._maps, self._traits = CudaMaps(device, new_experts, staging), traits
+        self._maps, self._attention = CudaMaps(device, new_experts, staging), attention
         self._composed_choose = composed_choose(self.rms_norm, self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes)
@@ -68,7 +70,7 @@ class CudaOps:
             rotate_store=self.rotate_store,
             choose=self.choose,
             argmax=self.argmax,
-            attention=self.attention,
+            attention=self._attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
             latent_store=self._latent.store,
@@ -149,27 +151,6 @@ class CudaOps:
         keys = argmax_keys(*logits.shape)
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         argmax.argmax(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
-        return out
-
-    def attention(
-        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`batch` must have device tensors."""
-        at = batch.on_device
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        softmax, native = attention.Softmax(scale, window, sinks), self._traits.converts_e4m3
-        if at.rows_each != 1:
-            attention.prefill(
-                q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out, native_codes=native
-            )  # fmt: skip
-            return out
-        rows, heads, dim = q.shape
-        splits = attention_splits(rows, cache.keys.shape[2], self._traits.processors)
-        space = torch.empty(attention_floats(rows, heads, dim, splits), device=q.device)
-        attention.decode(
-            q, cache, at.page_table, at.kv_lens, softmax, splits, space, out, native_codes=native
-        )  # fmt: skip
         return out
 
 

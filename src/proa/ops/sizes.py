@@ -24,6 +24,10 @@ MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before t
 
 RING_BANKS = 2  # of the ring for experts that are copied in for a prompt: one layer is read while the next arrives
 RING_ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+# Attention of long prompts: tokens of segments of the past, and rows x heads of a tile. Segments of 16384 tokens reach
+# 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
+SEGMENT_TOKENS = (16384, 4096)
+SEGMENT_VECTORS = 65536
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels
@@ -53,6 +57,18 @@ def attention_splits(sequences: int, kv_heads: int, processors: int) -> int:
 def attention_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
     """float32 elements of the partial results: per head and part a vector, and its log-sum-exp."""
     return sequences * heads * splits * (dim + 1)
+
+
+def segment_rows(heads: int) -> int:
+    """Query rows of a tile of attention over segments: enough programs for every SM, results of 16 MiB at D = 128."""
+    return max(1, min(2048, SEGMENT_VECTORS // heads) // 16 * 16)
+
+
+def segment_bytes(heads: int, kv_heads: int, dim: int) -> int:
+    """Bytes of the buffers of attention over segments: keys and values of a segment, results of three, merged results
+    and sums of exponentials in float32."""
+    vectors = segment_rows(heads) * heads
+    return 2 * 2 * SEGMENT_TOKENS[0] * kv_heads * dim + vectors * (3 * (2 * dim + 4) + 4 * dim + 4)
 
 
 def latent_splits(sequences: int, tiles: int, processors: int) -> int:

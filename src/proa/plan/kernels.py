@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from proa.machine.machine import Gpu
@@ -23,13 +24,14 @@ class Facts:
 
     beyond_cpu, beyond_gpu: the reason why the native kernels, or a GPU's, cannot compute it; "" if they can.
     decode_floats: float32 elements of a GPU's partial results, in a decode step of so many sequences. row_floats: those
-    of a step of so many rows.
+    of a step of so many rows. long_bytes: bytes of the buffers for prompts with a long past, in such a step.
     """
 
     beyond_cpu: Callable[[Any], str] = lambda kernel: ""
     beyond_gpu: Callable[[Any, Gpu], str] = lambda kernel, gpu: ""
     decode_floats: Callable[[Any, int], int] = lambda kernel, sequences: 0
     row_floats: Callable[[Any, int], int] = lambda kernel, rows: 0
+    long_bytes: Callable[[Any, int], int] = lambda kernel, rows: 0
 
 
 def beyond_cpu(spec: Model) -> str:
@@ -66,6 +68,22 @@ def chunks_bytes(spec: Model, batch_tokens: int) -> int:
     return max((4 * FACTS[type(k)].row_floats(k, batch_tokens) for k in _kernels(spec)), default=0)
 
 
+def long_bytes(spec: Model, batch_tokens: int) -> int:
+    """Bytes of the buffers for prompts with a long past, for the kernel that needs most."""
+    return max((FACTS[type(k)].long_bytes(k, batch_tokens) for k in growing_attention(spec)), default=0)
+
+
+def growing_attention(spec: Model) -> list[AttentionKernel]:
+    """The different attention kernels of a model that see all of the past, in the order of layers."""
+    found = {
+        kernel: None
+        for mixer in spec.mixers
+        for kernel in mixer.kernels
+        if isinstance(kernel, AttentionKernel) and mixer.seen(inf) == inf
+    }
+    return list(found)
+
+
 def _kernels(spec: Model) -> dict[Kernel, None]:
     """The different kernels of a model, in the order of layers."""
     return {kernel: None for mixer in spec.mixers for kernel in mixer.kernels}
@@ -88,6 +106,10 @@ def _attention_floats(of: AttentionKernel, sequences: int) -> int:
     return sizes.attention_floats(sequences, of.heads, of.head_dim, splits)
 
 
+def _segment_bytes(of: AttentionKernel, rows: int) -> int:
+    return sizes.segment_bytes(of.heads, of.kv_heads, of.head_dim) if rows >= sizes.segment_rows(of.heads) else 0
+
+
 def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
     old = best_effort(gpu)
     return "latent attention needs matrix instructions for bfloat16, compute capability 8.0" if old else ""
@@ -104,7 +126,9 @@ def _delta_floats(of: DeltaKernel, rows: int) -> int:
 
 
 FACTS: dict[type[Kernel], Facts] = {
-    AttentionKernel: Facts(_attention_on_cpu, _attention_on_gpu, decode_floats=_attention_floats),
+    AttentionKernel: Facts(
+        _attention_on_cpu, _attention_on_gpu, decode_floats=_attention_floats, long_bytes=_segment_bytes
+    ),
     LatentKernel: Facts(beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
     DeltaKernel: Facts(row_floats=_delta_floats),
 }

@@ -16,7 +16,7 @@ from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 from proa.ops import sizes
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, SCORED_ROWS, Demand, logits_bytes, row_bytes
-from proa.plan.kernels import chunks_bytes, partials_bytes
+from proa.plan.kernels import chunks_bytes, long_bytes, partials_bytes
 from proa.plan.packed_size import of_heads
 from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, packed_bytes
 
@@ -131,6 +131,7 @@ def _workspace(
         rows_bytes(spec, batch_tokens, stored),
         max_running * row_bytes(spec),  # activations in the graphs' pool
         partials_bytes(spec, max_running),
+        long_bytes(spec, batch_tokens),
         _linear_workspace_bytes(spec, stored),
         _hybrid_bytes(spec, batch_tokens),
         inputs,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building.attention_trial import AttentionTrial
 from proa.engine.building.compile_ahead import compile_ahead
 from proa.engine.building.compiling import Compiling
 from proa.engine.building.cpu_side import CpuSide
@@ -55,7 +56,9 @@ from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
 from proa.obs.units import format_bytes
 from proa.ops.ahead import load, settle, watch
+from proa.ops.caches import Caches
 from proa.ops.cuda import CudaOps
+from proa.ops.cuda_attention import CudaAttention
 from proa.ops.cuda_device import device_ops
 from proa.ops.gpu_traits import traits_of
 from proa.ops.staging import DeviceRows, Staging
@@ -101,7 +104,9 @@ class GpuBuild:
         self.flush = self._staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
         self._traits = traits_of(self._device)
-        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits)
+        self._trial = AttentionTrial(plan, spec, self._device, self._traits)
+        self._attention = CudaAttention(self._traits)
+        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention)
         self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
@@ -140,6 +145,7 @@ class GpuBuild:
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
         )  # fmt: skip
+        self._choose_attention(caches)
         queue = CudaQueue(self._device, sleeps=not self._gpu.gpu_only)
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), queue, self._ops, self._hybrid, deterministic=plan.deterministic
@@ -150,6 +156,13 @@ class GpuBuild:
         watch(_note_late)
         self._decisions.append(STEP_AHEAD)
         return Runner(executor, plan.page_tokens)
+
+    def _choose_attention(self, caches: Caches) -> None:
+        segmented, row = self._trial.result(caches)
+        if segmented is not None:
+            self._attention.bind(segmented)
+        if row is not None:
+            self._decisions.append(row)
 
     def _register(self) -> Registered | None:
         """Pin the experts in RAM with the driver, if they are copied or read in place."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.gpu_plan import needed, placement_of, top_k
-from proa.engine.executors.batch import step_limits
+from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
 from proa.hybrid.copies import Copiers, Copy, Pairs
@@ -38,12 +38,15 @@ from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import STATE_WORDS, Bell
 from proa.ops.cuda import CudaOps
+from proa.ops.cuda_attention import CudaAttention, SegmentedAttention
 from proa.ops.cuda_device import device_ops
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
+from proa.ops.sizes import SEGMENT_TOKENS
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
+from proa.ops.triton.attention_segments import MOST_PARTS
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
@@ -133,7 +136,11 @@ class Stage:
         staging = Staging(self._pool, 0, pinned=False)
         ram = _NoMemory(self._pool, [None] * len(workers.teams))
         self._hybrid = HybridModel(placement_of(of.gpu), META, ram, staging)
-        ops = CudaOps(META, self._hybrid.new_experts, staging, GpuTraits(capability, _PROCESSORS))
+        traits = GpuTraits(capability, _PROCESSORS)
+        attention = CudaAttention(traits)
+        if not plan.deterministic:
+            attention.bind(SegmentedAttention(_no_rectangle, traits))
+        ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention)
         self._model = Decoder(of.spec, ops.table())
         for name, target in self._model.parameters():
             if not isinstance(target, Tensor):
@@ -177,6 +184,7 @@ class Stage:
         for bucket in sizes[WARM_BUCKETS:]:
             yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
         yield from (partial(self.prompt, rows) for rows in _dense(limits.rows))
+        yield from (partial(self.prompt, limits.rows, spans) for spans in self._long_pasts())
         yield partial(self._on.run_head, limits.head_rows)
         yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
 
@@ -188,8 +196,15 @@ class Stage:
     def decode(self, bucket: int) -> None:
         self._on.run(self._on.decode_inputs(bucket, 1), bucket)
 
-    def prompt(self, rows: int) -> None:
-        self._on.run(self._on.inputs, rows)
+    def _long_pasts(self) -> Iterator[tuple[Span, ...]]:
+        """Prompts of the most rows after a past in segments that are merged in one launch, two, and three."""
+        rows, (long, short) = self._limits.rows, SEGMENT_TOKENS
+        for past in (short, long + MOST_PARTS * short, (1 + MOST_PARTS) * long + MOST_PARTS * short):
+            if past + rows <= self._limits.context_tokens:
+                yield (Span(range(rows), past, (), past + rows),)
+
+    def prompt(self, rows: int, spans: Sequence[Span] = ()) -> None:
+        self._on.run(self._on.inputs, rows, spans)
         if self._plan.prefill_share:
             self._pass(rows, _NO_COPIES)
             if self._hybrid.passes_in_groups:
@@ -213,6 +228,11 @@ def _dense(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * RATIO))))
     return sizes
+
+
+def _no_rectangle(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Results in the layout that cuDNN returns."""
+    return torch.empty_like(q), torch.empty(*q.shape[:3], 1, device=META)
 
 
 class _NoAngles:

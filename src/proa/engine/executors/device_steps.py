@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.batch import Span, StepLimits
 from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
@@ -38,7 +38,8 @@ class DeviceSteps:
         ops: DeviceOps, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._caches, self._angles, self._device = model, caches, angles, device
-        self._most_pages = -(-limits.context_tokens // limits.page_tokens)
+        # Rows of page tables are multiples of 16 bytes: kernels are compiled for aligned addresses.
+        self._most_pages = -(-limits.context_tokens // limits.page_tokens // 4) * 4
         vocab = model.spec.vocab
         chunk = partial(DeviceInputs, limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
         self.chunk_inputs = [chunk() for _ in range(limits.chunks)]
@@ -58,14 +59,16 @@ class DeviceSteps:
         rows = bucket * rows_each
         return DeviceInputs(rows, bucket, self._most_pages, rows_each=rows_each, device=self._device)
 
-    def step(self, inputs: DeviceInputs, rows: int) -> tuple[Tensor, Step]:
-        """The model's arguments for the first `rows` rows of the inputs."""
-        batch = AttentionBatch((), (), (), inputs.slots[:rows], inputs.batch)
+    def step(self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = ()) -> tuple[Tensor, Step]:
+        """The model's arguments for the first `rows` rows of the inputs. spans: those of the inputs, if the launches
+        are for these alone; without them, launches serve any sequences."""
+        lens = tuple(len(s.tokens) for s in spans), tuple(s.start + len(s.tokens) for s in spans)
+        batch = AttentionBatch(*lens, (), inputs.slots[:rows], inputs.batch)
         return inputs.tokens[:rows], Step(batch, self._angles.of(inputs.positions[:rows]), self._caches)
 
-    def run(self, inputs: DeviceInputs, rows: int) -> None:
-        """Compute hidden[:rows] from the first `rows` rows of the inputs."""
-        tokens, step = self.step(inputs, rows)
+    def run(self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = ()) -> None:
+        """Compute hidden[:rows] from the first `rows` rows of the inputs. spans: see `step`."""
+        tokens, step = self.step(inputs, rows, spans)
         self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
 
     def bring(self, hidden: Tensor, rows: int) -> None:

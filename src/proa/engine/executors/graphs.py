@@ -184,7 +184,7 @@ class GraphExecutor:
         rows = self._fill(self._on.inputs, batch.spans)
         self._begin()
         self._on.inputs.copy()
-        self._on.run(self._on.inputs, rows)
+        self._on.run(self._on.inputs, rows, batch.spans)
         self._session.launched()
 
     def _launch_in_parts(self, step: GraphStep) -> None:
@@ -194,7 +194,7 @@ class GraphExecutor:
         for spans, own in zip(cut, self._on.chunk_inputs, strict=False):
             rows = self._fill(own, spans)
             own.copy()
-            tokens, inputs = self._on.step(own, rows)
+            tokens, inputs = self._on.step(own, rows, spans)
             # Other steps overwrite the buffers of dynamic angles.
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))

@@ -175,15 +175,15 @@ def rows_of_tile(index, q_starts, sequences, ROWS: tl.constexpr, SEQUENCES: tl.c
     return sequence, q_start, q_len, (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
 
 
-@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
+@triton.jit(do_not_specialize=["sequences", "table_row"])  # vary from step to step
 def _prefill(
-    q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale, value_scale,
+    q, keys, values, page_table, q_starts, kv_lens, sinks, out, sizes, sequences, window, scale, value_scale,
     q_row, out_row, table_row, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr,
-    KV: tl.constexpr,
+    KV: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TILE // GROUP query rows."""
+    """A tile is TILE // GROUP query rows. With SIZES, sizes [T, heads] gets log2 of the sums of exponentials."""
     ROWS: tl.constexpr = TILE // GROUP
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the last rows read most
     sequence, q_start, q_len, first_row = rows_of_tile(index, q_starts, sequences, ROWS, SEQUENCES)
@@ -230,6 +230,8 @@ def _prefill(
     )  # fmt: skip
     found = acc / total[:, None] * value_scale
     tl.store(out + token[:, None] * out_row + head[:, None] * DIM + dim, found.to(tl.bfloat16), some)
+    if SIZES:
+        tl.store(sizes + token * (GROUP * tl.num_programs(1)) + head, most + tl.log2(total), live)
 
 
 def decode(
@@ -284,6 +286,7 @@ def prefill(
     kv_lens: Tensor,
     softmax: Softmax,
     out: Tensor,
+    sizes: Tensor | None = None,
     *,
     native_codes: bool | None = None,
 ) -> None:
@@ -291,22 +294,24 @@ def prefill(
 
     q, out bfloat16 [T, heads, D], contiguous heads; cache bfloat16 or float8_e4m3fn; page_table int32
     [S, max_pages]; q_starts int32 [S + 1], starting at 0, non-decreasing; kv_lens int32 [S]. Rows of no sequence are
-    not written.
+    not written. sizes float32 [T, heads], if given: gets log2 of each row's sum of exponentials.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     rows, heads, dim = q.shape
     sequences, kv_heads = len(kv_lens), cache.keys.shape[2]
     if q_starts.shape != (sequences + 1,) or q_starts.dtype is not torch.int32:
         raise ValueError(f"q_starts must be int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
+    if sizes is not None and (sizes.shape != (rows, heads) or not sizes.is_contiguous()):
+        raise ValueError(f"sizes must be contiguous [{rows}, {heads}], not {tuple(sizes.shape)} {sizes.stride()}")
     if not rows or not sequences:
         return
     constants, warps, stages = _prefill_shape(heads // kv_heads, dim)
     tiles = rows // (constants["TILE"] // constants["GROUP"]) + sequences
     _prefill[(tiles, kv_heads)](
-        q, *elements(cache), page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
+        q, *elements(cache), page_table, q_starts, kv_lens, softmax.sinks, out, sizes, sequences, softmax.window or 0,
         softmax.scale * cache.key_scale, cache.value_scale, q.stride(0), out.stride(0), page_table.stride(0),
         *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None,
-        SINKS=softmax.sinks is not None, KV=kind_of(cache, native_codes),
+        SINKS=softmax.sinks is not None, KV=kind_of(cache, native_codes), SIZES=sizes is not None,
         SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), **constants,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -374,10 +379,16 @@ def variants() -> Iterator[Variant]:
         )
         constants, warps, stages = _prefill_shape(group, dim)
         outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
-        more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
+        more = constants | options | {"SEQUENCES": FEW_SEQUENCES, "SIZES": False, "sizes": None}
         # D of 256 does not fit sm_75, and the other shapes take long to compile.
         least = oldest if group in (1, 8) and dim <= 128 else max(oldest, 80)
-        yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least, newest=newest)
+        aligned_outs = (*aligned, "out", "out_row")
+        yield Variant(_prefill, types | outs, more, warps, stages, aligned_outs, least, newest=newest)
+        if (group, dim, window) == (8, 128, False):  # attention in segments
+            del more["sizes"]
+            outs["sizes"] = "*fp32"
+            more["SIZES"] = True
+            yield Variant(_prefill, types | outs, more, warps, stages, (*aligned_outs, "sizes"), 80, newest=newest)
     for dim in (80, 256):
         shape = _decode_shape(1, dim)[0]
         combine: dict[str, object] = {"DIM": dim, "WIDE": shape["WIDE"], "TOKENS": shape["TOKENS"], "WINDOW": True}
