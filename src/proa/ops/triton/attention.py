@@ -385,10 +385,12 @@ def variants() -> Iterator[Variant]:
         aligned_outs = (*aligned, "out", "out_row")
         yield Variant(_prefill, types | outs, more, warps, stages, aligned_outs, least, newest=newest)
         if (group, dim, window) == (8, 128, False):  # attention in segments
-            del more["sizes"]
-            outs["sizes"] = "*fp32"
-            more["SIZES"] = True
-            yield Variant(_prefill, types | outs, more, warps, stages, (*aligned_outs, "sizes"), 80, newest=newest)
+            sized = {name: value for name, value in more.items() if name != "sizes"} | {"SIZES": True}
+            outs = outs | {"sizes": "*fp32"}
+            at_least = max(least, 80)
+            yield Variant(
+                _prefill, types | outs, sized, warps, stages, (*aligned_outs, "sizes"), at_least, newest=newest
+            )
     for dim in (80, 256):
         shape = _decode_shape(1, dim)[0]
         combine: dict[str, object] = {"DIM": dim, "WIDE": shape["WIDE"], "TOKENS": shape["TOKENS"], "WINDOW": True}
