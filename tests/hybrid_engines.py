@@ -33,6 +33,7 @@ from proa.ops.gpu_traits import traits_of
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
 from proa.ops.staging import DeviceRows, Staging
+from proa.ops.table import Ops
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
@@ -86,6 +87,12 @@ SPLITS = {
 }
 
 
+def _cuda_ops(at: torch.device, hybrid: HybridModel, staging: Staging) -> Ops:
+    attention = _cuda("ops.cuda_attention").CudaAttention(traits_of(at))
+    made: Ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at), attention).table()
+    return made
+
+
 def load_split(
     folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
     keep: list[Kept] | None = None, kv: KvStorage | None = None, **override: object,
@@ -100,15 +107,7 @@ def load_split(
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
-        ops = (
-            _cuda("ops.cuda")
-            .CudaOps(
-                at, hybrid.new_experts, staging, traits_of(at), _cuda("ops.cuda_attention").CudaAttention(traits_of(at))
-            )
-            .table()
-            if cuda
-            else reference(torch.bfloat16, hybrid.new_experts)
-        )
+        ops = _cuda_ops(at, hybrid, staging) if cuda else reference(torch.bfloat16, hybrid.new_experts)
         model, device_ops = Decoder(spec, ops), _cuda("ops.cuda_device").device_ops(at) if cuda else None
         targets = {
             name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from proa.ops.caches import KvPages
 from proa.ops.gpu_traits import GpuTraits
-from proa.ops.sizes import SEGMENT_TOKENS, attention_floats, attention_splits, segment_rows
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, attention_floats, attention_splits, segment_rows
 from proa.ops.table import AttentionBatch
 from proa.ops.triton import attention, attention_segments
 from proa.ops.triton.attention import Softmax
-from proa.ops.triton.attention_segments import MOST_PARTS, Part
+from proa.ops.triton.attention_segments import Part
 
 
 class Rectangle(Protocol):
@@ -123,10 +123,10 @@ class SegmentedAttention:
             return
         segments = list(segments_of(covered, self._tokens))
         merged, result = torch.empty(0), out
-        if len(segments) > MOST_PARTS:
+        if len(segments) > SEGMENTS_MERGED:
             merged = torch.empty(q.shape, device=q.device)
-        for start in range(0, len(segments), MOST_PARTS):
-            some = segments[start : start + MOST_PARTS]
+        for start in range(0, len(segments), SEGMENTS_MERGED):
+            some = segments[start : start + SEGMENTS_MERGED]
             parts = [self._segment(q, cache, pages, first, tokens, softmax.scale) for first, tokens in some]
             to = out if some[-1] == segments[-1] else merged
             attention_segments.merge(result, sizes, parts, cache.value_scale, to, sizes)

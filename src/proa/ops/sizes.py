@@ -28,6 +28,7 @@ RING_ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 byt
 # 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
 SEGMENT_TOKENS = (16384, 4096)
 SEGMENT_VECTORS = 65536
+SEGMENTS_MERGED = 3  # at once
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels
@@ -65,10 +66,10 @@ def segment_rows(heads: int) -> int:
 
 
 def segment_bytes(heads: int, kv_heads: int, dim: int) -> int:
-    """Bytes of the buffers of attention over segments: keys and values of a segment, results of three, merged results
-    and sums of exponentials in float32."""
+    """Bytes of the buffers of attention over segments: keys and values of a segment, results that are merged at once,
+    and in float32 merged results and sums of exponentials."""
     vectors = segment_rows(heads) * heads
-    return 2 * 2 * SEGMENT_TOKENS[0] * kv_heads * dim + vectors * (3 * (2 * dim + 4) + 4 * dim + 4)
+    return 2 * 2 * SEGMENT_TOKENS[0] * kv_heads * dim + vectors * (SEGMENTS_MERGED * (2 * dim + 4) + 4 * dim + 4)
 
 
 def latent_splits(sequences: int, tiles: int, processors: int) -> int:

@@ -43,10 +43,9 @@ from proa.ops.cuda_device import device_ops
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
-from proa.ops.sizes import SEGMENT_TOKENS
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
-from proa.ops.triton.attention_segments import MOST_PARTS
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
@@ -199,7 +198,7 @@ class Stage:
     def _long_pasts(self) -> Iterator[tuple[Span, ...]]:
         """Prompts of the most rows after a past in segments that are merged in one launch, two, and three."""
         rows, (long, short) = self._limits.rows, SEGMENT_TOKENS
-        for past in (short, long + MOST_PARTS * short, (1 + MOST_PARTS) * long + MOST_PARTS * short):
+        for past in (short, long + SEGMENTS_MERGED * short, (1 + SEGMENTS_MERGED) * long + SEGMENTS_MERGED * short):
             if past + rows <= self._limits.context_tokens:
                 yield (Span(range(rows), past, (), past + rows),)
 

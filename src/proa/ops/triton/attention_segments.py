@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.caches import KvPages
+from proa.ops.sizes import SEGMENTS_MERGED
 from proa.ops.triton.attention import LOG2E
 from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
 
 GATHERED = 64  # tokens per program of _gather
 MERGED = 16  # heads per program of _merge
-MOST_PARTS = 3  # segments that one launch merges
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def merge(
     contiguous: log2 of the sums of exponentials. to_sizes may be first_sizes.
     """
     rows, heads, dim = first.shape
-    if not 1 <= len(parts) <= MOST_PARTS:
-        raise ValueError(f"1 to {MOST_PARTS} parts are merged at once, not {len(parts)}")
+    if not 1 <= len(parts) <= SEGMENTS_MERGED:
+        raise ValueError(f"1 to {SEGMENTS_MERGED} parts are merged at once, not {len(parts)}")
     if len({(part.out.stride(), part.sizes.stride()) for part in parts}) > 1:
         raise ValueError("all parts must have the same strides")
-    every = [parts[min(i, len(parts) - 1)] for i in range(MOST_PARTS)]
+    every = [parts[min(i, len(parts) - 1)] for i in range(SEGMENTS_MERGED)]
     _merge[(rows, -(-heads // MERGED))](
         first, first_sizes, *(part.out for part in every), *(part.sizes for part in every), to, to_sizes, len(parts),
         factor, first.stride(0), *parts[0].out.stride()[:2], parts[0].sizes.stride(0), to.stride(0),
