@@ -239,6 +239,23 @@ def test_laws(name: str, as_tokens: bool, data: st.DataObject) -> None:
         assert isinstance(json.loads(arguments, parse_constant=pytest.fail), dict)
 
 
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("<|constrain|>w1w", "w1w"),
+        ("<|constrain|>hello", "hello"),
+        ("<|channel|>final <|constrain|>json", ""),
+        ("<|constrain|>w1w<|message|>yes", "w1wyes"),
+        ("<|channel|>final <|constrain|>json<|message|>{}", "{}"),
+        ("<|channel|>final <|constrain|>yaml<|message|>a: 1", "a: 1"),
+    ],
+)
+def test_what_is_no_type_of_content_is_text(raw: str, text: str) -> None:
+    for words in both("gpt_oss"):
+        found = parse("gpt_oss", words.split(raw), words, cuts=[2])
+        assert (found.text, found.reasoning, found.calls) == (text, "", ())
+
+
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_the_header_of_a_call_without_arguments_is_text(finish: FinishReason) -> None:
     pieces = ["<|channel|>", "commentary to=", "w1w"]

@@ -22,9 +22,10 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 _AFTER_CALL = (*ENDS, START, CHANNEL)
 _HEADER = re.compile(
     r"\s*(assistant)?(\s*to=\S+?)?\s*(<\|channel\|>\s*(?P<channel>analysis|commentary|final)(\s*to=[^\s<]+)?)?"
-    r"\s*(<\|constrain\|>\s*\w+|\bjson|\bcode)?\s*"
+    r"\s*(<\|constrain\|>\s*(?P<type>[A-Za-z]+)|\bjson|\bcode)?\s*"
 )
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_TYPES = ("json", "code")  # that gpt-oss writes; other words behind <|constrain|> are text unless a message follows
 _MAX_HEADER = 256  # characters without a delimiter; longer text is no header
 
 
@@ -115,7 +116,9 @@ class HarmonyAnswer:
     def _show_header(self, *, always: bool = False) -> None:
         """Make text of what is no header, or the header of a call without arguments; `always`: of anything."""
         header, self._header, self._kind = self._header, "", "text"
-        if always or not _HEADER.fullmatch(header) or _RECIPIENT.search(header):
+        match = _HEADER.fullmatch(header)
+        plain = match is not None and match["type"] in (None, *_TYPES)
+        if always or not plain or _RECIPIENT.search(header):
             self._say(self._header_text)
 
     def _say(self, text: str) -> None:
