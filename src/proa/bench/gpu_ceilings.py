@@ -5,12 +5,12 @@ products with torch's kernels, and prints GpuRates as JSON. No module imports it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import msgspec
 import torch
 
 from proa.bench.gpu_rates import GpuRates
+from proa.ops.gpu_time import fastest_s
 
 MOST_BYTES = 4 << 30  # far larger than any GPU's cache
 UPLOAD_BYTES = 256 << 20
@@ -24,12 +24,12 @@ def rates(device: torch.device) -> GpuRates:
     nbytes = min(MOST_BYTES, free_bytes // 8) // 4096 * 4096
     here, there = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
     total = torch.zeros((), dtype=torch.float32, device=device)
-    found_copy = 2 * nbytes / _best_s(lambda: there.copy_(here))
-    found_read = nbytes / _best_s(lambda: torch.sum(here, dim=0, out=total))
+    found_copy = 2 * nbytes / fastest_s(lambda: there.copy_(here), ROUNDS)
+    found_read = nbytes / fastest_s(lambda: torch.sum(here, dim=0, out=total), ROUNDS)
     upload_bytes = min(UPLOAD_BYTES, nbytes)
     pinned = torch.zeros(upload_bytes // 4, dtype=torch.float32, pin_memory=True)
     place = there[: len(pinned)]
-    found_upload = upload_bytes / _best_s(lambda: place.copy_(pinned, non_blocking=True))
+    found_upload = upload_bytes / fastest_s(lambda: place.copy_(pinned, non_blocking=True), ROUNDS)
     return GpuRates(copy=found_copy, read=found_read, upload=found_upload, products=_products(device))
 
 
@@ -38,20 +38,7 @@ def _products(device: torch.device) -> float:
     a, b, out = (torch.zeros(MATRIX, MATRIX, dtype=torch.bfloat16, device=device) for _ in range(3))
     a.normal_()  # zeros draw less power, and clocks would be higher than in use
     b.normal_()
-    return 2.0 * MATRIX**3 / _best_s(lambda: torch.matmul(a, b, out=out))
-
-
-def _best_s(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of ROUNDS rounds, by CUDA events."""
-    found: list[float] = []
-    for _ in range(ROUNDS + 1):  # the first round, which loads the kernel, is discarded
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return min(found[1:])
+    return 2.0 * MATRIX**3 / fastest_s(lambda: torch.matmul(a, b, out=out), ROUNDS)
 
 
 def main() -> None:

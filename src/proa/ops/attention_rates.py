@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from proa.models.mixers import AttentionKernel
 from proa.ops.caches import Caches, KvPages
 from proa.ops.cuda_attention import Rectangle, by_head
+from proa.ops.gpu_time import fastest_s
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.sizes import SEGMENT_TOKENS, segment_rows
 from proa.ops.triton import attention
@@ -43,23 +43,10 @@ def rates(kernel: AttentionKernel, caches: Caches, rectangle: Rectangle, traits:
         attention.prefill, by_row, cache, pages[None], starts, lens, attention.Softmax(1.0),
         torch.empty_like(by_row), torch.empty(rows, heads, device=device), native_codes=traits.converts_e4m3,
     )  # fmt: skip
-    return flops / _fastest(partial(rectangle, q, keys, values, 1.0)), flops / _fastest(own)
+    return flops / fastest_s(partial(rectangle, q, keys, values, 1.0), RUNS), flops / fastest_s(own, RUNS)
 
 
 def _cache_of(kernel: AttentionKernel, caches: Caches) -> KvPages:
     """The first cache that such a kernel reads."""
     every = (cache for layer in caches for cache in layer if isinstance(cache, KvPages))
     return next(cache for cache in every if cache.keys.shape[2:] == (kernel.kv_heads, kernel.head_dim))
-
-
-def _fastest(launch: Callable[[], object]) -> float:
-    """Seconds of the fastest of RUNS launches, after one that is not counted."""
-    found: list[float] = []
-    for _ in range(1 + RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return min(found[1:])

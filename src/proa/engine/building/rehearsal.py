@@ -183,7 +183,7 @@ class Stage:
         for bucket in sizes[WARM_BUCKETS:]:
             yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
         yield from (partial(self.prompt, rows) for rows in _dense(limits.rows))
-        yield from (partial(self.prompt, limits.rows, spans) for spans in self._long_pasts())
+        yield from (partial(self._on.run, self._on.inputs, limits.rows, spans) for spans in self._long_pasts())
         yield partial(self._on.run_head, limits.head_rows)
         yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
 
@@ -202,8 +202,8 @@ class Stage:
             if past + rows <= self._limits.context_tokens:
                 yield (Span(range(rows), past, (), past + rows),)
 
-    def prompt(self, rows: int, spans: Sequence[Span] = ()) -> None:
-        self._on.run(self._on.inputs, rows, spans)
+    def prompt(self, rows: int) -> None:
+        self._on.run(self._on.inputs, rows)
         if self._plan.prefill_share:
             self._pass(rows, _NO_COPIES)
             if self._hybrid.passes_in_groups:
