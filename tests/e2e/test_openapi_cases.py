@@ -1,5 +1,5 @@
 """Requests that schemathesis makes from /openapi.json, valid and invalid, against a real server and engine: none is
-answered with a 5xx or not at all, and memory stays. PROA_OPENAPI_CASES: how many, 5000 for a thorough run; in `make
+answered with a 5xx or not at all, and memory stays. OPENAPI_CASES: how many, 5000 for a thorough run; in `make
 test` a third."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fetched import installed
 from scripted_model import write_scripted_model
 
 LIST = Path(__file__).parents[1] / "clients" / "schemathesis.txt"
-CASES = int(os.environ.get("PROA_OPENAPI_CASES", "240"))
+CASES = int(os.environ.get("OPENAPI_CASES", "240"))
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
 # Texts in grammars of their own, and limits that depend on each other: random ones are refused, as they should be.
 INTRICATE = re.compile(
