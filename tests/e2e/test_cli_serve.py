@@ -365,3 +365,11 @@ def test_a_killed_server_leaves_no_engine(folder: Path, moment: str) -> None:
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_log_that_nothing_reads_does_not_stop_the_server(folder: Path) -> None:
+    """Programs that start a server often leave its stderr a pipe without a reader, which holds 64 KiB."""
+    with serving(folder, "--gpu=none") as (_, report), httpx.Client(base_url=report["url"], timeout=30) as client:
+        for i in range(400):
+            assert client.get(f"/nosuch/{i}/{'x' * 1000}").status_code == 404
+        assert client.get("/health").status_code == 200

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from proa.obs.console import console_err
+from proa.obs.log_writer import LogWriter
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -52,7 +53,7 @@ def setup_logging(level: str, console: Console | None = None) -> None:
         handler = RichHandler(console=console, show_path=level == "debug", rich_tracebacks=False, markup=False)
         handler.setFormatter(logging.Formatter("%(message)s", datefmt="%H:%M:%S"))
     else:
-        handler = logging.StreamHandler()
+        handler = LogWriter(console.file.fileno())
         handler.setFormatter(logging.Formatter(_PLAIN))
     handler.addFilter(Repeats())
     logging.basicConfig(level="DEBUG" if level == "debug" else "WARNING", handlers=[handler], force=True)

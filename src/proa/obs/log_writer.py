@@ -1,0 +1,54 @@
+"""Log lines are written by a thread: a pipe that is full because its reader stalls does not stop the server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from contextlib import suppress
+
+MOST_LINES = 10_000  # that wait to be written; later ones are dropped and counted
+_FLUSH_S = 1.0  # the longest that the end of the process waits for a reader
+
+
+class LogWriter(logging.Handler):
+    """Formats records where they are logged and writes their lines to a file descriptor from a daemon thread.
+
+    Once MOST_LINES wait, further lines are dropped; a line says how many when writing goes on. Lines reach `os.write`
+    without Python's buffers, whose locks a stalled thread would hold at the end of the process.
+    """
+
+    def __init__(self, descriptor: int, most_lines: int = MOST_LINES) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.Queue[bytes] = queue.Queue(most_lines)
+        self._dropped = 0  # guarded by the handler's lock
+        threading.Thread(target=self._write_lines, name="log-writer", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except (TypeError, ValueError):  # arguments that do not fit the format
+            self.handleError(record)
+            return
+        if self._dropped and not self._lines.full():
+            line = f"({self._dropped} log lines were dropped: nothing read them.)\n{line}"
+            self._dropped = 0
+        try:
+            self._lines.put_nowait(f"{line}\n".encode(errors="backslashreplace"))
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until all lines are written, at most one second."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+    def _write_lines(self) -> None:
+        while True:
+            line = self._lines.get()
+            with suppress(OSError):  # the reader has closed its end
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            self._lines.task_done()

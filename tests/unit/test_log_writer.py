@@ -1,0 +1,58 @@
+"""Log lines are written by a thread: a reader that stalls stops nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+
+from proa.obs.log_writer import LogWriter
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("proa.test", logging.INFO, __file__, 1, "%s", (text,), None)
+
+
+def test_lines_arrive_in_order() -> None:
+    read, write = os.pipe()
+    handler = LogWriter(write)
+    for text in ("one", "two", "dr\udce4i"):
+        handler.handle(record(text))
+    handler.flush()
+    assert os.read(read, 100) == b"one\ntwo\ndr\\udce4i\n"
+
+
+def test_a_stalled_reader_costs_lines_and_nothing_else() -> None:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    handler = LogWriter(write, most_lines=10)
+    for i in range(500):
+        handler.handle(record(f"{i} " + "x" * 1000))
+    began = time.monotonic()
+    handler.flush()
+    assert 0.9 < time.monotonic() - began < 5  # it gives up after a second
+    os.set_blocking(read, False)
+    seen = b""
+    end = time.monotonic() + 30
+    while b"after" not in seen:
+        assert time.monotonic() < end
+        try:
+            seen += os.read(read, 1 << 20)
+        except BlockingIOError:
+            handler.handle(record("after"))
+            time.sleep(0.01)
+    lines = seen.decode().splitlines()
+    numbers = [int(line.split()[0]) for line in lines if line.endswith("xx")]
+    assert numbers == list(range(len(numbers)))
+    assert f"({500 - len(numbers)} log lines were dropped: nothing read them.)" in lines
+
+
+def test_a_reader_that_left_stops_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    handler = LogWriter(write)
+    handler.handle(record("unread"))
+    began = time.monotonic()
+    handler.flush()
+    assert time.monotonic() - began < 0.5
