@@ -5,7 +5,7 @@
   masks      tokens/s of 16 streams with a JSON Schema, against 16 without
   compiling  milliseconds that a constraint adds to the first token: a schema seen before, and a new one of 50 KB
 
-python benchmarks/probes/server_cost.py [--model demo] [--rounds 7] [PART ...]
+python benchmarks/probes/server_cost.py [--model demo] [--load-format auto] [--rounds 7] [PART ...]
 
 HTTP clients are a process of their own that reads bytes and parses nothing.
 """
@@ -181,11 +181,12 @@ def report(name: str, unit: str, one: list[float], other: list[float]) -> None:
     )
 
 
-async def measure(model: str, parts: list[str], rounds: int) -> None:
+async def measure(model: str, load_format: str, parts: list[str], rounds: int) -> None:
     listener, made = bind("127.0.0.1", 0), list[AsyncLLM]()
 
     async def launch(progress: Callable[[str, int, int], None]) -> AsyncLLM:
-        made.append(await AsyncLLM.launch(model, from_keywords(EngineOptions, max_running=STREAMS), own_thread=True))
+        options = from_keywords(EngineOptions, max_running=STREAMS, load_format=load_format)
+        made.append(await AsyncLLM.launch(model, options, own_thread=True))
         return made[0]
 
     shutdown = Shutdown()
@@ -213,9 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", default=["streams", "first", "masks", "compiling"])
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights for a config.json and tokenizer")
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
-    asyncio.run(measure(asked.model, asked.parts, asked.rounds))
+    asyncio.run(measure(asked.model, asked.load_format, asked.parts, asked.rounds))
 
 
 if __name__ == "__main__":
