@@ -16,6 +16,11 @@ T = TypeVar("T")
 async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yield (stream index, chunk) as chunks arrive. The first error ends the merged stream and is raised; closing it
     closes all streams."""
+    if len(streams) == 1:  # without a task and a queue, which cost as much as detokenizing a token
+        async with aclosing(streams[0]):
+            async for chunk in streams[0]:
+                yield 0, chunk
+        return
     arrived: asyncio.Queue[tuple[int, Chunk] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: Chunks) -> None:
