@@ -7,6 +7,8 @@ import logging
 import os
 import time
 
+import pytest
+
 from proa.obs.log_writer import LogWriter
 
 
@@ -56,3 +58,17 @@ def test_a_reader_that_left_stops_nothing() -> None:
     began = time.monotonic()
     handler.flush()
     assert time.monotonic() - began < 0.5
+
+
+def test_arguments_that_cannot_be_formatted_do_not_reach_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    read, write = os.pipe()
+    handler = LogWriter(write)
+    handler.handle(logging.LogRecord("proa.test", logging.INFO, __file__, 1, "%s", (Broken(),), None))
+    handler.handle(record("next"))
+    handler.flush()
+    assert os.read(read, 100) == b"next\n"
+    assert "no text" in capsys.readouterr().err

@@ -29,7 +29,7 @@ class LogWriter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except (TypeError, ValueError):  # arguments that do not fit the format
+        except Exception:  # noqa: BLE001 - no log call may fail, whatever its arguments' __str__ raises
             self.handleError(record)
             return
         if self._dropped and not self._lines.full():
