@@ -6,6 +6,7 @@ scale, i.e. of the largest reference logit.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def oracle(folder: Path) -> Callable[[list[int], int], Tensor]:
     """(tokens, prompt length) -> float32 [tokens, vocab]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # transformers 5.24 renamed the argument.
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def logits(tokens: list[int], num_prompt: int) -> Tensor:
         with torch.inference_mode():
@@ -38,7 +41,7 @@ def oracle(folder: Path) -> Callable[[list[int], int], Tensor]:
             out = model(torch.tensor([tokens[:num_prompt]]), use_cache=True)
             rows = [out.logits[0]]
             for token in tokens[num_prompt:]:
-                out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                out = model(torch.tensor([[token]]), use_cache=True, **{cache: out.past_key_values})
                 rows.append(out.logits[0])
         return torch.cat(rows)
 
