@@ -6,7 +6,7 @@ model reads the slots that attention would read, through the page tables; the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +98,8 @@ class FakeEngine:
         self.plans: list[StepPlan] = []  # in flight, oldest first
         self.tables: list[Tables] = []  # their pages and state slots at the launch
         self.beside: tuple[StepPlan, Tables] | None = None
+        self.over: tuple[StepPlan, Tables] | None = None
+        self.spoiled: set[tuple[int, str]] = set()  # (id of a plan in flight, id of a request): computed, and discarded
         self.kernels_table = torch.zeros(limits.num_slots, limits.context_tokens + 9, dtype=torch.int32)
         self.page_table = PageTable(self.kernels_table)
         self.finished: list[str] = []
@@ -111,15 +113,20 @@ class FakeEngine:
         if self.scheduler.abort(request_id):
             self.aborted.add(request_id)
 
-    def begin(self) -> StepPlan | None:
-        """Plan and launch a step. There must be one unless all work is in flight or beside."""
-        plan = self.scheduler.plan()
-        beside = self.scheduler.beside
-        idle = plan is None and beside is None and not self.plans
+    def begin(self, short_tokens: int = 0) -> StepPlan | None:
+        """Plan and launch a step. There must be one unless all work is in flight or beside. short_tokens: most tokens
+        of a step that overtakes the one beside."""
+        plan = self.scheduler.plan(short_tokens=short_tokens)
+        beside, over = self.scheduler.beside, self.scheduler.over
+        idle = plan is None and beside is None and over is None and not self.plans
         assert not idle or not self.scheduler.has_work or self.scheduler.behind.busy
+        now = plan.items if plan else ()
         if beside is not None and self.beside is None:
-            assert plan is not None, "a step beside without a step of decode"
-            self._begin_beside(beside, plan)
+            self.beside = self._begin_beside(beside, now)
+        if over is not None and self.over is None:
+            assert self.beside is not None
+            assert over.num_tokens <= short_tokens
+            self.over = self._begin_beside(over, (*now, *self.beside[0].items))
         if plan:
             self._check_plan(plan)
             self._launch(plan)
@@ -166,17 +173,26 @@ class FakeEngine:
         (plan, table), self.beside = self.beside, None
         return self._end(plan, table, 0, lambda name: False)
 
-    def _begin_beside(self, plan: StepPlan, now: StepPlan) -> None:
-        """Launch the step beside. A device may compute any part of it at any time until it is finished, so its pages
-        and states get wrong values now: no other step may read them."""
+    def finish_over(self) -> list[TokenEvent]:
+        """Compute the last part of the step that overtakes, and commit it."""
+        assert self.over is not None
+        (plan, table), self.over = self.over, None
+        return self._end(plan, table, 0, lambda name: False)
+
+    def _begin_beside(self, plan: StepPlan, others: Sequence[StepItem]) -> tuple[StepPlan, Tables]:
+        """Launch a step beside. A device may compute any part of it at any time until it is finished, so its pages
+        and states get wrong values now: no other step may read them. others: items of the steps in flight."""
         self._check_plan(plan)
-        slots = {item.request.state_slot for step in (plan, now) for item in step.items}
-        assert len(slots) == len(plan.items) + len(now.items)
-        self.beside = plan, self._tables_of(plan)
-        self._copy_before(plan, self.beside[1])
+        for before, at in zip(self.plans, self.tables, strict=True):  # a device computes them first
+            self._spoil_ended(before, at)
+        slots = {item.request.state_slot for item in (*plan.items, *others)}
+        assert len(slots) == len(plan.items) + len(others)
+        table = self._tables_of(plan)
+        self._copy_before(plan, table)
         for item in plan.items:
-            pages, state_slot = self.beside[1][item.request.id]
+            pages, state_slot = table[item.request.id]
             self._spoil(item, pages, self.states.get(state_slot, -1), state_slot)
+        return plan, table
 
     def _copy_before(self, plan: StepPlan, table: Tables) -> None:
         self.states |= {table[i.request.id][1]: self.states[i.copy_from] for i in plan.items if i.copy_from != NO_SLOT}
@@ -189,12 +205,11 @@ class FakeEngine:
         for item in plan.items:
             if self.scheduler.counts(item) and (tokens := self._compute(item, drafts, *table[item.request.id])):
                 sampled[item.request.id] = tokens
-            elif not self.scheduler.counts(item):
-                pages, state_slot = table[item.request.id]
-                self._spoil(item, pages, -1, state_slot)
+        self._spoil_ended(plan, table)
         for item in plan.items:
             if item.copy_to != NO_SLOT:
                 self.states[item.copy_to] = self.states[table[item.request.id][1]]
+        self.spoiled = {key for key in self.spoiled if key[0] != id(plan)}
         events = self.scheduler.commit(plan, sampled, [name for name in sampled if replaced(name)])
         assert [e.id for e in events] == [item.request.id for item in items if item.samples]
         for event in events:
@@ -206,6 +221,8 @@ class FakeEngine:
         plan = self.begin()
         if plan:
             self.finish(plan, drafts)
+        if self.over:
+            self.finish_over()
         if self.beside:
             self.finish_beside()
         return plan
@@ -299,6 +316,14 @@ class FakeEngine:
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         size = self.limits.page_tokens
         return pages[position // size], position % size
+
+    def _spoil_ended(self, plan: StepPlan, table: Tables) -> None:
+        """Spoil once what items write that no longer count: their pages and slots may belong to others by now."""
+        for item in plan.items:
+            if not self.scheduler.counts(item) and (key := (id(plan), item.request.id)) not in self.spoiled:
+                self.spoiled.add(key)
+                pages, state_slot = table[item.request.id]
+                self._spoil(item, pages, -1, state_slot)
 
     def _spoil(self, item: StepItem, pages: list[int], state: int, state_slot: int) -> None:
         """Write wrong KV and `state` in place of the item's: for an item that no longer counts, or is not finished."""

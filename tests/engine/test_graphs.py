@@ -181,7 +181,7 @@ def test_prompts_in_turns(decoder: Decoder) -> None:
         case = Case(decoder, turns=turns)
         for i in range(2):
             case.engine.submit(request(f"d{i}", [5 + i, 9], 40))
-        events = [event for _ in range(3) for event in case.engine.step()]
+        events = [event for _ in range(12) for event in case.engine.step()]
         case.engine.submit(request("long", [(7 * i) % 200 for i in range(70)], 4, prompt_logprobs=0))
         more = finish_all(case.engine)
         assert len(more["long"][0].prompt_logprobs or ()) == 70

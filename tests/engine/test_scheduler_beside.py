@@ -41,14 +41,61 @@ def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
     fake.drain()
 
 
-def test_without_decode_there_is_one_step() -> None:
+def test_a_prompt_alone_has_a_step_beside_none() -> None:
     fake = FakeEngine(make_limits(), 64, turns=True)
     fake.submit(ask("a", range(20), 5))
-    assert begin(fake) == (["a"], [])
-    assert begin(fake) == (["a"], [])
+    assert begin(fake) == ([], [("a", 0, 16)])
+    fake.finish_beside()
+    assert begin(fake) == ([], [("a", 16, 4)])
+    fake.finish_beside()
     fake.submit(ask("b", range(20), 5))
     assert begin(fake) == (["a"], [("b", 16, 4)]), "the rest is in the prefix cache"
     fake.drain()
+
+
+def over(fake: FakeEngine, short_tokens: int) -> list[tuple[str, int, int]]:
+    """Plan a step. Returns (id, start, number of tokens) of each item that overtakes the step beside."""
+    plan = fake.begin(short_tokens)
+    if plan:
+        fake.finish(plan)
+    return [(i.request.id, i.start, i.num_tokens) for i in fake.over[0].items] if fake.over else []
+
+
+def test_short_prompts_overtake_a_step_beside() -> None:
+    """Whole prompts only, as many as fit; what the prefix cache has does not count."""
+    fake = decoding(ask("a", range(20, 36), 20), max_running=8)
+    fake.submit(ask("long", range(40), 5))
+    assert begin(fake)[1] == [("long", 0, 16)]
+    fake.submit(ask("too-long", range(1, 8), 5))
+    fake.submit(ask("cached", [*range(20, 36), 1, 2], 5))
+    fake.submit(ask("short", [7, 8, 9], 5))
+    fake.submit(ask("late", [9, 9], 5))
+    assert over(fake, 0) == []
+    assert over(fake, 5) == [("cached", 16, 2), ("short", 0, 3)]
+    assert over(fake, 5) == [("cached", 16, 2), ("short", 0, 3)], "still in flight"
+    assert [event.id for event in fake.finish_over()] == ["cached", "short"]
+    assert begin(fake) == (["a", "cached", "short"], [("long", 0, 16)])
+    assert over(fake, 5) == [("late", 0, 2)]
+    fake.abort("late")
+    fake.abort("long")
+    fake.finish_beside()
+    assert begin(fake)[1] == [], "nothing is beside while a step is over"
+    fake.finish_over()
+    assert begin(fake)[1] == [("too-long", 0, 7)]
+    fake.drain()
+
+
+def test_a_short_prompt_and_a_long_one_share_no_step_beside() -> None:
+    sizes = {"context_tokens": 1 << 15, "max_batch_tokens": 1 << 14, "max_running": 8, "num_pages": 1 << 14}
+    for lengths, together in (
+        ([8192, 1024, 3000], ["p0", "p2"]),
+        ([1024, 8192, 3000], ["p0", "p2"]),
+        ([1025, 8192, 3000], ["p0", "p1", "p2"]),
+    ):
+        fake = decoding(ask("a", [1, 2], 20), **sizes)
+        for i, length in enumerate(lengths):
+            fake.submit(ask(f"p{i}", [(j + i) % 11 for j in range(length)], 5))
+        assert [name for name, *_ in begin(fake)[1]] == together
 
 
 def test_a_step_beside_goes_on_after_decode_has_ended() -> None:
@@ -94,10 +141,11 @@ def test_no_page_is_taken_from_a_request_beside() -> None:
 
 
 def test_a_better_priority_takes_all_slots() -> None:
-    """All decoding requests are preempted, so there is no step to be beside of."""
+    """All decoding requests are preempted."""
     fake = decoding(ask("a", [1, 2], 20, priority=1), max_running=1)
     fake.submit(ask("b", range(10), 5))
-    assert begin(fake) == (["b"], [])
+    assert begin(fake) == ([], [("b", 0, 10)])
+    fake.finish_beside()
     fake.drain()
 
 

@@ -100,17 +100,18 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
         assert fake.scheduler.stats() == before
 
 
-def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
-    """Returns the idle engine, its numbers of steps planned ahead and beside, and the most steps in flight."""
+def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
+    """Returns the idle engine, its numbers of steps planned ahead, beside and over, and the most steps in flight."""
     random, most = Random(seed), 0
-    fake, ahead, beside, patience = make_engine(random), 0, 0, random.choice([0.2, 0.7, 1.0])
+    fake, ahead, beside, over, patience = make_engine(random), 0, 0, 0, random.choice([0.2, 0.7, 1.0])
+    short_tokens = random.choice([0, 1, 5, 12])
     num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
     depth = random.choice([1, 1, 2, 4])  # steps in flight, each of different requests
     for _ in range(random.randint(5, 60)):
         for _ in range(int(random.expovariate(1 / eagerness))):
             try_submit(fake, make_request(random, f"r{num_submitted}"))
             num_submitted += 1
-        while len(fake.plans) < depth and fake.begin() is not None:
+        while len(fake.plans) < depth and fake.begin(short_tokens if random.random() < 0.5 else 0) is not None:
             most = max(most, len(fake.plans))
         if len(fake.plans) == 1 and random.random() < hurry:
             ahead += fake.begin_ahead() is not None
@@ -122,7 +123,10 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
         if fake.plans:
             drafts = random.randint(0, fake.limits.lookahead_tokens)
             fake.finish(random.choice(fake.may_finish()), drafts, lambda name: random.random() < 0.05)
-        if fake.beside and random.random() < patience:
+        if fake.over and random.random() < patience:
+            fake.finish_over()
+            over += 1
+        if fake.beside and (not fake.over or random.random() < 0.1) and random.random() < patience:
             fake.finish_beside()
             beside += 1
         if fake.tiers:
@@ -133,20 +137,20 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
     while fake.plans:
         fake.finish(fake.plans[0])
     fake.drain()
-    return fake, ahead, beside, most
+    return fake, ahead, beside, over, most
 
 
 @pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = beside = copied = restored = most = 0
+    finished = preempted = cached = aborted = ahead = beside = over = copied = restored = most = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
         except Exception as error:
             error.add_note(f"run_schedule({seed})")
             raise
-        ahead, beside, most = ahead + steps[0], beside + steps[1], max(most, steps[2])
+        ahead, beside, over, most = ahead + steps[0], beside + steps[1], over + steps[2], max(most, steps[3])
         stats = fake.scheduler.stats()
         finished += len(fake.finished)
         preempted += stats.preemptions
@@ -154,7 +158,7 @@ def test_seeded_schedules(block: int) -> None:
         copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
         restored += fake.tiers.restored_pages if fake.tiers else 0
-    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, copied, 6 * restored)
+    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, 20 * over, copied, 6 * restored)
     assert min(counts) > per_block, "the schedules exercise too little"
     assert most >= 3
 
@@ -180,9 +184,9 @@ class Schedules(RuleBasedStateMachine):
         self.fake.abort(f"r{data.draw(st.integers(0, self.num_submitted - 1))}")
 
     @precondition(lambda self: not self.fake.plans)
-    @rule()
-    def begin_step(self) -> None:
-        self.fake.begin()
+    @rule(short_tokens=st.sampled_from([0, 4, 16]))
+    def begin_step(self, short_tokens: int) -> None:
+        self.fake.begin(short_tokens)
 
     @precondition(lambda self: len(self.fake.plans) == 1)
     @rule()
@@ -194,6 +198,11 @@ class Schedules(RuleBasedStateMachine):
     def finish_step(self, drafts: int, replaced: str) -> None:
         drafts = min(drafts, self.fake.limits.lookahead_tokens)
         self.fake.finish(self.fake.plans[0], drafts, lambda name: name[-1] in replaced)
+
+    @precondition(lambda self: self.fake.over)
+    @rule()
+    def finish_over(self) -> None:
+        self.fake.finish_over()
 
     @precondition(lambda self: self.fake.beside)
     @rule()

@@ -46,16 +46,21 @@ def case_of(
     durations: tuple[float, float] = (1.0, 1.0),
     pages: int = PAGES,
     rows: int = ROWS,
+    over_rows: int = 0,
 ) -> Case:
-    """durations: of a decode step and of a prefill block, instead of measured ones."""
+    """durations: of a decode step and of a prefill block, instead of measured ones. over_rows: most rows of a step that
+    overtakes another one; they always may, but not two in succession."""
     context = max(PAGES, pages) * PAGE_TOKENS
     limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
-    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
+    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS, over_rows=over_rows), pages)
     executor.pace = lambda: Pace(*durations)  # type: ignore[method-assign]
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=turns)
     runner = Runner(executor, PAGE_TOKENS)
-    engine = Engine(runner, scheduler, model.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
+    made = PrefillTurns(runner, 0.5, over_tokens=over_rows) if turns else None
+    if made is not None:
+        made.short_tokens = lambda: over_rows if len(made._held) == 1 else 0  # type: ignore[method-assign]
+    engine = Engine(runner, scheduler, model.spec.vocab, turns=made)
     return Case(engine, executor, model)
 
 

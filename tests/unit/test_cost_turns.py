@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.machine.cost.turns import blocks_due, fitting_tokens, prefill_share, turn_tokens
+from proa.machine.cost.turns import (
+    blocks_due,
+    fitting_tokens,
+    left_s,
+    over_tokens,
+    overtaking_tokens,
+    prefill_share,
+    turn_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +78,24 @@ def test_default_share_of_prefill(gpu_only: bool, deterministic: bool, share: fl
 def test_lengths_of_prefill_steps(row_bytes: int, free_bytes: int, least: int, lengths: tuple[int, ...]) -> None:
     """Rows take at most 2 % of the free VRAM."""
     assert turn_tokens(lambda tokens: tokens * row_bytes, free_bytes, least) == lengths
+
+
+@pytest.mark.parametrize(
+    ("age_s", "done", "tokens", "left"),
+    [(2.0, 0.5, 4096, 2.0), (1.0, 0.1, 4096, 9.0), (5.0, 1.0, 4096, 0.0), (1.0, 0.0, 4096, 0.0), (0.0, 0.0, 8192, inf)],
+)
+def test_time_left_of_a_step(age_s: float, done: float, tokens: int, left: float) -> None:
+    assert left_s(age_s, done, tokens) == pytest.approx(left)
+
+
+@pytest.mark.parametrize(
+    ("left", "token_s", "tokens"),
+    [(0.29, 0.0, 0), (0.31, 0.0, 1024), (inf, 0.0, 1024), (1.0, 0.002, 500), (10.0, 0.002, 1024), (inf, 0.002, 1024)],
+)
+def test_tokens_that_may_overtake(left: float, token_s: float, tokens: int) -> None:
+    """Only prompts that are done before the step that they overtake would be."""
+    assert overtaking_tokens(1024, left, token_s) == tokens
+
+
+def test_a_step_that_overtakes_is_computed_at_once() -> None:
+    assert [over_tokens(of) for of in (16, 512, 4096)] == [16, 512, 1024]

@@ -91,12 +91,13 @@ class Engine:
         if flight is None:
             return self._progress_beside()
         self.runner.sample(flight, self.scheduler.counts)
-        self._turns.prefill()
+        if flight.step_is_whole:  # else its hidden states, which wait() may score, would be overwritten
+            self._turns.prefill()
         self._ahead = self._launch_ahead(flight)
         output = self.runner.wait(flight)
         if self._tiers is not None:
             self._tiers.learn(flight.plan.num_tokens, flight.age_s())
-        if flight.plan is not self.scheduler.beside:
+        if flight.step_is_whole:
             self._turns.learn(flight, flight.age_s())
         return self._progress_beside() + self._commit(flight.plan, output)
 
@@ -114,13 +115,13 @@ class Engine:
         """Plan the next step. A new step beside it is launched first, so that its states are copied before
         other steps write them."""
         scheduler = self.scheduler
-        beside = scheduler.beside
-        if beside is not None and not any(map(scheduler.counts, beside.items)):
-            self._turns.cancel()
-            scheduler.commit(beside, {})
-        plan = scheduler.plan(self._turns.most_tokens)
+        for step in (scheduler.beside, scheduler.over):
+            if step is not None and not any(map(scheduler.counts, step.items)):
+                self._turns.cancel(step)
+                scheduler.commit(step, {})
+        plan = scheduler.plan(self._turns.most_tokens, self._turns.short_tokens())
         self.clock.lap(Stage.SCHEDULE)
-        self._turns.launch(scheduler.beside)
+        self._turns.launch(scheduler.beside, scheduler.over)
         return plan
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -182,9 +183,8 @@ class Engine:
         ]
 
     def _progress_beside(self) -> list[TokenEvent]:
-        """Report the prompts of a step that is computed in turns, and not complete."""
-        progress = self._turns.progress()
-        return [] if progress is None else self._progress(*progress)
+        """Report the prompts of steps that are computed in turns, and not complete."""
+        return [event for plan, share in self._turns.progress() for event in self._progress(plan, share)]
 
     def _fail(self, request_id: str, why: str) -> TokenEvent:
         """End a request whose values were NaN or infinite with an error event and no token."""

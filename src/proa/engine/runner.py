@@ -37,6 +37,7 @@ class Flight:
     step: Any  # of the executor's type
     batch: StepBatch
     began_s: float
+    step_is_whole: bool = True  # not computed in parts
     counted: frozenset[int] = field(default=frozenset())
 
     def age_s(self) -> float:
@@ -59,7 +60,7 @@ class Runner:
         """See Executor. after: the plan's items continue those that counted there."""
         began_s, batch = time.perf_counter(), step_batch(plan, follows=after is not None)
         step = self.executor.launch(batch, None if after is None else after.step, in_parts=in_parts)
-        return Flight(plan, step, batch, began_s)
+        return Flight(plan, step, batch, began_s, not in_parts)
 
     def advance(self, flight: Flight, blocks: int) -> bool:
         return self.executor.advance(flight.step, blocks)

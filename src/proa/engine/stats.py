@@ -3,9 +3,22 @@ grow."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from proa.native.doorbell import Counters
+
+
+@dataclass
+class SchedulerTotals:
+    """Counters of a scheduler; see SchedulerStats."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):

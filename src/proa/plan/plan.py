@@ -214,6 +214,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # a token's bits do not depend on the schedule
     prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
     prefill_share: float = 0.0  # fraction of time for prefill while requests decode; 0: they share steps
+    over_tokens: int = 0  # most tokens of a prefill step that overtakes another one; 0: none does
     pass_tokens: int = 0  # most prefill tokens that pass through the layers together; 0: as max_batch_tokens
     max_queued: int
     max_queued_tokens: int

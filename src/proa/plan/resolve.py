@@ -12,7 +12,7 @@ from typing import Any
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ResourceError, UsageError
-from proa.machine.cost.turns import SHARED_TOKENS
+from proa.machine.cost.turns import SHARED_TOKENS, over_tokens
 from proa.machine.machine import Gpu, Machine
 from proa.machine.rates import RamRate
 from proa.models.names import Declared
@@ -99,6 +99,7 @@ def resolve(
         deterministic=asked.deterministic,
         prompt_cell_tokens=cell,
         prefill_share=share,
+        over_tokens=over_tokens(placed.batch_tokens) if share else 0,
         pass_tokens=placed.pass_tokens,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from proa.machine.cost.turns import over_tokens
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 from proa.ops import sizes
@@ -130,6 +131,7 @@ def _workspace(
         scoring_bytes(spec.vocab, max_running),
         rows_bytes(spec, batch_tokens, stored),
         max_running * row_bytes(spec),  # activations in the graphs' pool
+        _over_bytes(spec, max_running, over_tokens(batch_tokens)),
         partials_bytes(spec, max_running),
         long_bytes(spec, batch_tokens),
         _linear_workspace_bytes(spec, stored),
@@ -138,6 +140,13 @@ def _workspace(
         angles,
     )
     return sum(fixed), inputs_per_token + angles_per_token
+
+
+def _over_bytes(spec: Model, max_running: int, tokens: int) -> int:
+    """Bytes of a paused prefill step that overtakes another one, without its page tables: inputs, angles, hidden
+    states before and after a block, and a copy at its end."""
+    angles = sum(sizes.angle_bytes(tokens, rope.dim) for rope in spec.ropes)
+    return sizes.input_bytes(tokens, max_running, 1) + angles + 3 * 2 * tokens * spec.hidden
 
 
 def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None = None) -> int:
@@ -170,10 +179,10 @@ def scoring_bytes(vocab: int, max_running: int) -> int:
 
 def inputs_bytes(max_running: int, batch_tokens: int, page_tokens: int) -> tuple[int, int]:
     """Bytes of step inputs, for each graph and for steps without graphs: (fixed, per token of context). Each graph has
-    its own page tables."""
+    its own page tables, and so has a step that overtakes another one (_over_bytes)."""
     buckets = sizes.buckets(max_running)
     fixed = sum(sizes.input_bytes(n, n, 1) for n in buckets) + sizes.input_bytes(batch_tokens, max_running, 1)
-    return fixed, -(-4 * (sum(buckets) + max_running) // page_tokens)
+    return fixed, -(-4 * (sum(buckets) + 2 * max_running) // page_tokens)
 
 
 def angles_bytes(spec: Model, batch_tokens: int) -> tuple[int, int]:

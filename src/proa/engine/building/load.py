@@ -74,8 +74,7 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    passes = plan.pass_tokens > 0
-    turns = PrefillTurns(runner, plan.prefill_share, passes=passes) if plan.prefill_share else NoTurns()
+    turns = _turns(runner, plan) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
     engine = Engine(runner, new_scheduler(plan, tiers), declared.spec.vocab, build.saver(), turns, helpers, tiers)
@@ -109,6 +108,10 @@ class Build(Protocol):
         """The writer of expert counts, if the plan saves them. Called after `runner`."""
 
     def ready(self, load_seconds: float) -> Ready: ...
+
+
+def _turns(runner: Runner, plan: Plan) -> PrefillTurns:
+    return PrefillTurns(runner, plan.prefill_share, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
 
 
 def kv_storage(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> KvStorage:

@@ -119,7 +119,7 @@ def chunks_of(spans: Sequence[Span], most_rows: int) -> list[list[Span]]:
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
-    which is computed in chunks of `rows`."""
+    which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does."""
 
     rows: int
     sequences: int
@@ -127,6 +127,7 @@ class StepLimits:
     page_tokens: int
     head_rows: int
     pass_rows: int = 0
+    over_rows: int = 0
 
     @property
     def rows_in_parts(self) -> int:
@@ -154,4 +155,5 @@ def step_limits(plan: Plan) -> StepLimits:
         page_tokens=plan.page_tokens,
         head_rows=max(plan.max_running, SCORED_ROWS),
         pass_rows=plan.pass_tokens,
+        over_rows=plan.over_tokens,
     )

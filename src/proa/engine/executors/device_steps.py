@@ -29,7 +29,8 @@ class Angles(Protocol):
 
 
 class DeviceSteps:
-    """inputs: those of steps launched op by op; chunk_inputs: those of the chunks of a step in parts, `inputs` first.
+    """inputs: those of steps launched op by op; chunk_inputs: those of the chunks of a step in parts, `inputs` first;
+    over_inputs: those of a step in parts that overtakes another one.
     hidden bfloat16 [rows, hidden]: after the last block. logits float32 [head rows, vocab], best int32 [head rows]: of
     the rows scored last."""
 
@@ -41,9 +42,9 @@ class DeviceSteps:
         # Rows of page tables are multiples of 16 bytes: kernels are compiled for aligned addresses.
         self._most_pages = -(-limits.context_tokens // limits.page_tokens // 4) * 4
         vocab = model.spec.vocab
-        chunk = partial(DeviceInputs, limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
-        self.chunk_inputs = [chunk() for _ in range(limits.chunks)]
+        self.chunk_inputs = [self._inputs_of(limits.rows, limits.sequences) for _ in range(limits.chunks)]
         self.inputs = self.chunk_inputs[0]
+        self.over_inputs = [self._inputs_of(rows, limits.sequences) for rows in (limits.over_rows,) if rows]
         hidden = partial(torch.zeros, dtype=torch.bfloat16, device=device)
         self.hidden = hidden(max(limits.rows, limits.head_rows), model.spec.hidden)
         self.kept = {block: hidden(limits.rows_in_parts, model.spec.hidden) for block in kept_blocks}
@@ -56,8 +57,10 @@ class DeviceSteps:
 
     def decode_inputs(self, bucket: int, rows_each: int) -> DeviceInputs:
         """New inputs for steps of up to `bucket` sequences with `rows_each` rows each."""
-        rows = bucket * rows_each
-        return DeviceInputs(rows, bucket, self._most_pages, rows_each=rows_each, device=self._device)
+        return self._inputs_of(bucket * rows_each, bucket, rows_each)
+
+    def _inputs_of(self, rows: int, sequences: int, rows_each: int = 0) -> DeviceInputs:
+        return DeviceInputs(rows, sequences, self._most_pages, rows_each=rows_each, device=self._device)
 
     def step(self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = ()) -> tuple[Tensor, Step]:
         """The model's arguments for the first `rows` rows of the inputs. spans: those of the inputs, if the launches

@@ -54,7 +54,7 @@ class EagerExecutor:
         self._model, self.caches, self._page_tokens = model, caches, page_tokens
         self._chunk_rows = chunk_rows
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
-        self._unfinished: EagerStep | None = None  # the step in parts
+        self._unfinished: list[EagerStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
@@ -69,9 +69,9 @@ class EagerExecutor:
             copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         if in_parts:
+            step.overtakes = bool(self._unfinished)
             step.parts = self._parts(step)
-            self._session.begin_pass(step, len(step.parts.chunks))
-            self._unfinished = step
+            self._unfinished.append(step)
             self.clock.lap(Stage.INPUTS)
             return step
         self._session.begin_step(step)
@@ -91,7 +91,7 @@ class EagerExecutor:
             tokens, inputs = self._inputs(spans)
             chunks.append(Chunk(row, tokens, inputs))
             row += len(tokens)
-        return BlockByBlock(self._model, chunks, step.kept, self._session.in_parts)
+        return BlockByBlock(self._model, chunks, step.kept, self._session.begin_parts(step, len(chunks)))
 
     def tokens_to_follow(self, step: EagerStep) -> list[int]:
         """The tokens that the next step continues with. A row without a token (-1) continues with any."""
@@ -124,7 +124,7 @@ class EagerExecutor:
             self._session.pause_pass()
         self._block_s = (time.perf_counter() - began_s) / max(1, count)
         if parts.done:
-            self._session.end_pass()
+            self._session.end_parts(step)
             step.hidden = parts.hidden
             copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
@@ -135,8 +135,8 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
-        if step is self._unfinished:
-            self._unfinished = None
+        if step in self._unfinished:
+            self._unfinished.remove(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)
         if spans:
             logits = self._logits(step, step.rows)
@@ -151,7 +151,7 @@ class EagerExecutor:
     @torch.inference_mode()
     def wait(self, step: EagerStep) -> StepResult:
         bad = {row for row, choice in zip(step.rows, step.choices, strict=True) if choice.token < 0}
-        between = self._unfinished is not None
+        between = bool(self._unfinished)
         faults = self._session.step_faults(step, bad, step.hidden, between_parts=between)
         result = step_result(step.batch, step.spans, step.choices, faults)
         result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step))
@@ -163,13 +163,12 @@ class EagerExecutor:
 
     def can_follow(self, step: EagerStep) -> bool:
         decodes = all(len(span.tokens) == 1 for span in step.batch.spans)
-        return self._overlap and decodes and self._unfinished is None
+        return self._overlap and decodes and not self._unfinished
 
     def cancel(self, step: EagerStep) -> None:
-        if step is self._unfinished:
-            self._unfinished = None
-            self._session.end_pass()
-            self._session.forget_parts(step.batch.spans)
+        if step in self._unfinished:
+            self._unfinished.remove(step)
+            self._session.forget_parts(step)
 
     def pace(self) -> Pace:
         return Pace(self._step_s, self._block_s)

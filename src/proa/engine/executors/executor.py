@@ -6,6 +6,8 @@ in which the engine makes these calls are its schedules:
     one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
     overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
     prefill between decode   launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
+    one overtakes            launch(p, in_parts=True), advance(p), launch(q, in_parts=True), advance(q), sample(q)
+                             wait(q), advance(p), sample(p) wait(p)
 
 Steps are sampled in the order in which they were launched, a step in parts when it is done, and each only after the one
 sampled before it was waited for: they share the buffers of logits and tokens. All calls come from one thread.
@@ -55,8 +57,9 @@ class Executor(Protocol[S]):
 
         after: the last launched step, sampled and not waited for. Span i of the batch then continues the i-th span
         sampled there: its one token is the one sampled, whatever `tokens` says. Only if can_follow(after).
-        in_parts: compute nothing yet; `advance` does. At most one such step at a time, and while it is unfinished all
-        others have one row per sequence.
+        in_parts: compute nothing yet; `advance` does. At most two such steps at a time: the second one, with at most
+        StepLimits.over_rows rows, overtakes the first, which is advanced when the second was sampled or cancelled.
+        While one is unfinished all whole steps have one row per sequence.
         """
 
     def sample(self, step: S, spans: Sequence[int], rows: Sequence[Row]) -> None:

@@ -84,7 +84,7 @@ class GraphExecutor:
         pinned = queue.device.type == "cuda"
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
-        self._unfinished: GraphStep | None = None  # the step in parts
+        self._unfinished: list[GraphStep] = []  # steps in parts; the last one is advanced
         self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
         self._timer = StepTimer(queue)
@@ -135,7 +135,7 @@ class GraphExecutor:
                 self._follow(step, after)
             elif rows_each:
                 self._decode(step, rows_each)
-            elif self._unfinished is not None:
+            elif self._unfinished:
                 raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
             else:
                 self._launch_ops(batch)
@@ -156,7 +156,7 @@ class GraphExecutor:
         step.graph = captured = self._graphs.get((bucket, rows_each)) or self._capture(bucket, rows_each)
         self._fill(captured.inputs, step.batch.spans)
         self._begin()
-        if self._unfinished is not None:
+        if self._unfinished:
             self._timer.begin()
         captured.inputs.copy()
         captured.replay()
@@ -188,10 +188,15 @@ class GraphExecutor:
         self._session.launched()
 
     def _launch_in_parts(self, step: GraphStep) -> None:
-        """Write the step's inputs, which stay untouched: the steps between its parts are graphs with their own."""
+        """Write the step's inputs, which stay untouched: the steps between its parts have their own."""
         chunks, row = list[Chunk](), 0
-        cut = chunks_of(step.batch.spans, self._limits.rows)
-        for spans, own in zip(cut, self._on.chunk_inputs, strict=False):
+        step.overtakes = bool(self._unfinished)
+        cut, places = chunks_of(step.batch.spans, self._limits.rows), self._on.chunk_inputs
+        if step.overtakes:
+            places, most = self._on.over_inputs, self._limits.over_rows
+            if step.batch.num_tokens > most:
+                raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
+        for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
             own.copy()
             tokens, inputs = self._on.step(own, rows, spans)
@@ -199,9 +204,9 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        self._session.begin_pass(step, len(cut))
-        step.parts = BlockByBlock(self._model, chunks, self._on.kept, self._session.in_parts)
-        self._unfinished = step
+        launching = self._session.begin_parts(step, len(cut))
+        step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
+        self._unfinished.append(step)
 
     @torch.inference_mode()
     def advance(self, step: GraphStep, blocks: int) -> bool:
@@ -217,7 +222,7 @@ class GraphExecutor:
             self._timer.end(count)
             self._session.launched()
             if parts.done:
-                self._session.end_pass()
+                self._session.end_parts(step)
                 self._copy_states(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
@@ -271,7 +276,8 @@ class GraphExecutor:
         step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
         with self._queue.current():
             if step.parts is not None:
-                self._unfinished, step.hidden = None, step.parts.hidden
+                self._unfinished.remove(step)
+                step.hidden = step.parts.hidden
             self._launch_head(step, step.rows, rows)
             self._timer.end()
             step.done, step.num_launched = self._queue.mark(), self._session.num_launched
@@ -307,7 +313,7 @@ class GraphExecutor:
             tokens: list[int] = self._host_best[: len(step.rows)].tolist()
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
-            between = self._unfinished is not None
+            between = bool(self._unfinished)
             hidden = self._on.hidden if step.hidden is None else step.hidden
             faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
@@ -344,10 +350,9 @@ class GraphExecutor:
     def cancel(self, step: GraphStep) -> None:
         with self._queue.current():
             self._settle()
-            if step is self._unfinished:
-                self._unfinished = None
-                self._session.end_pass()
-                self._session.forget_parts(step.batch.spans)
+            if step in self._unfinished:
+                self._unfinished.remove(step)
+                self._session.forget_parts(step)
 
     def pace(self) -> Pace:
         return self._timer.pace()

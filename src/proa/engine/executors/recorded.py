@@ -36,7 +36,7 @@ KEPT_POSITIONS = 1 << 15
 
 
 class _Parts:
-    """A step in parts. Whole steps between its parts overwrite the first rows of the shared activation buffers, so
+    """A step in parts. Other steps between its parts overwrite the first rows of the shared activation buffers, so
     these are saved before and restored after such steps."""
 
     def __init__(self) -> None:
@@ -45,8 +45,12 @@ class _Parts:
 
     @torch.inference_mode()
     def save(self, live: Sequence[Tensor], rows: int) -> None:
-        if self.num_blocks and not self._saved:
-            self._saved = [buffer[:rows].clone() for buffer in live]
+        """Save the first `rows` rows, of which some may be saved already."""
+        first = len(self._saved[0]) if self._saved else 0
+        if not self.num_blocks or first >= rows:
+            return
+        more = [buffer[first:rows].clone() for buffer in live]
+        self._saved = [torch.cat(both) for both in zip(self._saved, more, strict=True)] if self._saved else more
 
     @torch.inference_mode()
     def restore(self, live: Sequence[Tensor]) -> None:
@@ -55,7 +59,7 @@ class _Parts:
         self._saved = []
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordedStep:
     """A launched step, whose hidden states lie in the program's buffer until the next launch. choices: one for each row
     of the sampled `spans`."""
@@ -114,17 +118,18 @@ class RecordedExecutor:
         self._scored_rows: Sequence[int] = ()  # rows of the step computed last whose logits are computed
         self._scored_logits = self._logits[:0]
         self._end = len(self._program)
-        self._unfinished: RecordedStep | None = None  # the step in parts
+        self._unfinished: list[RecordedStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0
 
     def launch(self, batch: StepBatch, after: RecordedStep | None = None, *, in_parts: bool = False) -> RecordedStep:
         step = RecordedStep(batch, time.perf_counter())
         self._copy(batch.copies_before)
         if in_parts:
-            step.parts, self._unfinished = _Parts(), step
+            self._save(max(self._limits.sequences, batch.num_tokens))
+            step.parts = _Parts()
+            self._unfinished.append(step)
             return step
-        if self._unfinished is not None:
-            unfinished(self._unfinished.parts).save(self._live, self._limits.sequences)
+        self._save(self._limits.sequences)
         rows = self._write_inputs(batch)
         if self._changing:
             self._compute_angles(batch.spans, rows)
@@ -141,6 +146,11 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         self._copy(batch.copies_after)
         return step
+
+    def _save(self, rows: int) -> None:
+        """Save the first rows of the step in parts that is advanced: another step comes next."""
+        if self._unfinished:
+            unfinished(self._unfinished[-1].parts).save(self._live, rows)
 
     def _write_inputs(self, batch: StepBatch) -> int:
         """Returns the number of rows."""
@@ -178,7 +188,8 @@ class RecordedExecutor:
     def sample(self, step: RecordedStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step.parts is not None:
             step.parts.restore(self._live)
-            self._unfinished, self._scored_rows = None, ()
+            self._unfinished.remove(step)
+            self._scored_rows = ()
             if self._deterministic:
                 self._program.set_regime(Regime.PROMPT)  # decode steps between the parts changed it
         step.spans = spans
@@ -202,8 +213,8 @@ class RecordedExecutor:
         return False  # a launch returns when the step is computed: there is nothing to overlap
 
     def cancel(self, step: RecordedStep) -> None:
-        if step is self._unfinished:
-            self._unfinished = None
+        if step in self._unfinished:
+            self._unfinished.remove(step)
 
     def pace(self) -> Pace:
         return Pace(self._step_s, self._block_s)

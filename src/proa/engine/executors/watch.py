@@ -7,8 +7,8 @@ a fault may belong to either: a sequence fails only when its own logits are non-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -41,7 +41,8 @@ class Health:
 @dataclass(eq=False)
 class WatchedStep:
     """A launched step: whose rows may be non-finite, and what is known of it. rows: the sampled ones, in the order of
-    `spans`. next_step: launched after it, before its tokens were read. streamed: see StepResult."""
+    `spans`. next_step: launched after it, before its tokens were read. streamed: see StepResult.
+    overtakes: a step in parts that was launched while another one was unfinished."""
 
     batch: StepBatch
     health: Health
@@ -50,6 +51,7 @@ class WatchedStep:
     rows: Sequence[int] = ()
     next_step: WatchedStep | None = None
     streamed: float | None = None
+    overtakes: bool = False
 
 
 class WatchedSession:
@@ -69,23 +71,22 @@ class WatchedSession:
     def launched(self) -> None:
         self._session.launched()
 
-    def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
-        return self._session.in_parts(first_row)
-
     def begin_step(self, step: WatchedStep) -> None:
         """Note how the experts in RAM are computed in a whole step."""
         step.streamed = 0.0 if self._session.has_experts else None
 
-    def begin_pass(self, step: WatchedStep, chunks: int) -> None:
-        """See Session; notes how the experts in RAM are computed in this step."""
+    def begin_parts(self, step: WatchedStep, chunks: int) -> Callable[[int], AbstractContextManager[None]]:
+        """Begin a step in parts, as a pass unless it overtakes one; notes how the experts in RAM are computed in it.
+        Returns the context of launches, by the first row of a chunk."""
+        if step.overtakes:
+            self.begin_step(step)
+            return lambda first_row: nullcontext()
         streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
         step.streamed = streamed if self._session.has_experts else None
+        return self._session.in_parts
 
     def pause_pass(self) -> None:
         self._session.pause_pass()
-
-    def end_pass(self) -> None:
-        self._session.end_pass()
 
     def counters(self) -> Counters:
         return self._session.counters()
@@ -110,7 +111,7 @@ class WatchedSession:
         the step's hidden states, in its first rows. between_parts: another step, in parts, is unfinished."""
         spans, following = step.batch.spans, step.next_step
         if step.parts is not None:
-            return self.faults_in_parts(spans, non_finite_rows(hidden[: step.batch.num_tokens]))
+            return self.faults_in_parts(step, non_finite_rows(hidden[: step.batch.num_tokens]))
         if between_parts:
             return self.faults_between(spans, bad)
         all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
@@ -165,15 +166,22 @@ class WatchedSession:
             found.setdefault(_span_at(ends, row), reasons.get(row, _SOMEWHERE))
         return found
 
-    def faults_in_parts(self, spans: Sequence[Span], bad: Collection[int]) -> dict[int, str]:
-        """Faults of the step in parts, all of which have ended."""
+    def faults_in_parts(self, step: WatchedStep, bad: Collection[int]) -> dict[int, str]:
+        """Faults of a step in parts, all of which have ended. One that overtakes has its notes among those of whole
+        steps."""
         self._cpu_error = ""
-        with self._session.in_parts():
-            return self.faults_between(spans, bad)
+        with nullcontext() if step.overtakes else self._session.in_parts():
+            return self.faults_between(step.batch.spans, bad)
 
-    def forget_parts(self, spans: Sequence[Span]) -> None:
+    def end_parts(self, step: WatchedStep) -> None:
+        """All parts of a step were launched, or it was cancelled and its launches have ended."""
+        if not step.overtakes:
+            self._session.end_pass()
+
+    def forget_parts(self, step: WatchedStep) -> None:
         """Discard the notes about a step in parts that was cancelled."""
-        self.faults_in_parts(spans, range(sum(len(s.tokens) for s in spans)))
+        self.end_parts(step)
+        self.faults_in_parts(step, range(step.batch.num_tokens))
 
     def _describe(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."

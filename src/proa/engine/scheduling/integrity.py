@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache
-from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.policy import Limits, Lineup
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 
 
@@ -49,3 +49,8 @@ def check_request(request: Request, limits: Limits, cache: PrefixCache | None) -
         path = cache.path(request.node)
         if path != request.pages[: len(path)] or request.num_shared > request.num_computed:
             raise IntegrityError(f"{request!r} has pages {request.pages}; its path in the prefix cache is {path}")
+
+
+def check_lineups(requests: Mapping[str, Request], waiting: Lineup, running: Lineup) -> None:
+    if len(requests) != len(waiting) + len(running):
+        raise IntegrityError("a request is neither waiting nor running")

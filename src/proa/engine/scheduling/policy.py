@@ -4,10 +4,11 @@ steps, clocks."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from proa.engine.scheduling.request import Request
+from proa.engine.scheduling.request import Request, State
+from proa.engine.scheduling.step_plan import StepItem
 from proa.errors import ContextLengthExceeded, QueueFull, RequestError, ResourceError
 from proa.plan.plan import Plan
 from proa.types import EngineRequest
@@ -57,6 +58,13 @@ class Limits:
         """The most requests that run together, so that each can advance in every step."""
         return min(self.max_running, self.max_batch_tokens // (1 + self.lookahead_tokens))
 
+    def prefill_tokens(self, most_tokens: int | None, *, turns: bool) -> int:
+        """Most prefill tokens of a step. most_tokens: a further limit, with turns."""
+        if not turns:
+            return self.max_batch_tokens
+        limit = self.pass_tokens or self.max_batch_tokens
+        return limit if most_tokens is None else min(limit, most_tokens)
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
@@ -82,6 +90,10 @@ class Lineup:
         """The last request whose id is not in `ids`. There must be one."""
         return next(request for request in reversed(self._requests) if request.id not in ids)
 
+    def alternating(self, last: int) -> list[Request]:
+        """In the order of service, but of equal priority first those that arrived after the one with arrival `last`."""
+        return sorted(self._requests, key=lambda r: (r.priority, r.arrival <= last, r.arrival))
+
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda r: r.order)
 
@@ -90,6 +102,19 @@ class Lineup:
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"{request!r} is not in this lineup")
         del self._requests[index]
+
+
+def goes_on(items: Sequence[StepItem], running: Lineup, first: Request | None, limits: Limits) -> bool:
+    """Whether the step after the one with these items is certain to compute one more token of each of them and nothing
+    else. first: the waiting request that is admitted next."""
+    num_running = sum(request.state is State.RUNNING for request in running)
+    if limits.lookahead_tokens or len(items) != num_running:
+        return False
+    num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
+    full = num_going_on >= limits.num_slots
+    if first is not None and not (full and first.priority >= running.last.priority):
+        return False
+    return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
 
 
 def refuse_impossible(request: EngineRequest, limits: Limits, num_pages: int) -> None:

@@ -8,13 +8,15 @@ A step is in flight from plan() to commit(). Meanwhile requests may be submitted
 the step reads or writes gets another owner. Any number of steps may be in flight, each request in one of them, and they
 are committed in any order, with two special cases. plan_ahead() gives the step after the one in flight before that
 one's tokens are known (overlap scheduling); if a request ends in between, its row there is discarded. With turns
-(engine/turns.py) plan() puts prefill chunks into `beside`, a step computed between decode steps. Rules, by importance:
+(engine/turns.py) plan() puts prefill chunks into `beside`, a step computed between decode steps, and while that one is
+in flight short prompts into `over`, which is computed before the rest of `beside`. Rules, by importance:
 
 1. The order of service is total: smaller priority, then earlier arrival. When pages run out, the last running request
    is preempted (its tokens stay; it waits at its old place and computes them again, mostly from the prefix cache). The
    first running request therefore always advances, and requests of equal priority are served in finite time. No page
    is taken from a request in flight: a request that needs one waits until that step is committed.
-2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
+2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order, except
+   that prompts which fit into half of it come before a chunk of one that does not fit into all of it.
 3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
    running, so that it is not preempted at once. No request behind one that does not fit is admitted before it. A
    waiting request preempts running ones of worse priority for their slot or pages, never those of equal priority.
@@ -29,22 +31,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.scheduling.copying import Copying, CopyRules
-from proa.engine.scheduling.integrity import check_pages, check_request, check_slots
+from proa.engine.scheduling.integrity import check_lineups, check_pages, check_request, check_slots
 from proa.engine.scheduling.phases import FreePhases, Phases
-from proa.engine.scheduling.policy import Limits, Lineup, refuse_crowd, refuse_impossible
+from proa.engine.scheduling.policy import Limits, Lineup, goes_on, refuse_crowd, refuse_impossible
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 from proa.engine.scheduling.restoring import behind
 from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan, tokens_by_id
 from proa.engine.scheduling.tiers import Tiers
-from proa.engine.stats import SchedulerStats
+from proa.engine.stats import SchedulerStats, SchedulerTotals
 from proa.errors import RequestError
 from proa.grammar.matcher import Follower
 from proa.types import EngineRequest, FinishReason, TokenEvent
+
+_MOST_LOOKED_AT = 32  # waiting requests whose cached prefix is looked up for one step
 
 
 class Scheduler:
@@ -69,19 +74,16 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
-        self._free_states = list(range(limits.num_slots))  # slots of recurrent states, one per running request
+        self._free_states = list(range(limits.num_slots))  # slots of recurrent states, one for each running request
         self._turns = turns
         self._in_flight: list[StepPlan] = []  # oldest first
         self.beside: StepPlan | None = None  # one more in flight: prefill chunks, computed between decode steps
+        self.over: StepPlan | None = None  # one more: short prompts that overtake those of `beside`
         self._ahead: tuple[StepPlan, StepPlan] | None = None  # a step planned ahead, and the one before it
         self._void: set[str] = set()  # requests whose item in flight continues with a token other than the sampled one
         self._arrivals = 0
         self._last_decoded = -1  # arrival of the request that a step decoded last
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._cached_prompt_tokens = 0
-        self._generated_tokens = 0
-        self._preemptions = 0
+        self._totals = SchedulerTotals()
 
     @property
     def has_work(self) -> bool:
@@ -89,7 +91,7 @@ class Scheduler:
 
     @property
     def _flying(self) -> list[StepPlan]:
-        return [*self._in_flight, self.beside] if self.beside else self._in_flight
+        return [*self._in_flight, *(step for step in (self.beside, self.over) if step)]
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -99,11 +101,7 @@ class Scheduler:
             pages_free=self._allocator.num_free,
             pages_cached=self._cache.num_evictable if self._cache else 0,
             state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_prompt_tokens=self._cached_prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
+            **asdict(self._totals),
         )
 
     # ---- intake
@@ -138,26 +136,31 @@ class Scheduler:
 
     # ---- a step
 
-    def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
+    def plan(self, prompt_tokens: int | None = None, short_tokens: int = 0) -> StepPlan | None:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
-        plan must be followed by commit(). May set `beside` to a new step, whose `copy_from` copies must
-        be made before the returned step writes anything. prompt_tokens: limit of prefill tokens, with turns."""
+        plan must be followed by commit(). May set `beside` or `over` to a new step, whose `copy_from` copies must
+        be made before the returned step writes anything. prompt_tokens, short_tokens: limits of the prefill tokens of
+        both, with turns."""
         self.behind.collect()
-        passes = self._turns and self.limits.pass_tokens > 0
-        budget_tokens = self.limits.pass_tokens if passes else self.limits.max_batch_tokens
-        if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
-            budget_tokens = min(budget_tokens, prompt_tokens)
-        step = StepBuilder(budget_tokens, apart=self._turns, always=passes)
+        most_tokens = None if self._phases.one_chunk else prompt_tokens
+        step = StepBuilder(self.limits.prefill_tokens(most_tokens, turns=self._turns), apart=self._turns)
         self._plan_decodes(step)
         if step and not self._turns and self.limits.shared_tokens:
             step.lower_budget(self.limits.max_batch_tokens - self.limits.shared_tokens)
-        if self.beside is None:
+        first = next(self._unfinished_prompts(), None)
+        if not self._turns and first is not None and first.num_left > step.budget_tokens:
+            self._plan_prefills(step, step.budget_tokens // 2)
+        if self.beside is None and self.over is None:
             self._plan_prefills(step)
+        elif self.over is None:
+            self._plan_prefills(step, min(short_tokens, self.limits.max_batch_tokens))
         if not step and self._phases.one_decode:  # the request that was to decode has been preempted
             self._plan_decodes(step)
-        now, beside = step.items()
-        if beside:
-            self.beside = self._step(beside)
+        now, chunks = step.items()
+        if chunks and self.beside is None:
+            self.beside = self._step(chunks)
+        elif chunks:
+            self.over = self._step(chunks)
         if not now:
             return None
         self._in_flight.append(self._step(now))
@@ -181,7 +184,7 @@ class Scheduler:
         admitted, a page is missing, or a step is computed beside. Items of requests that end in the step in flight are
         dropped at commit().
         """
-        if self.beside is not None or len(self._in_flight) != 1:
+        if self.beside or self.over or len(self._in_flight) != 1:
             return None
         self.behind.collect()
         items = [item for item in self._in_flight[0].items if self.counts(item)]
@@ -212,7 +215,7 @@ class Scheduler:
         planned ahead continues with another token; they are preempted when that one is committed. Raises ValueError,
         with nothing changed, if `plan` is not in flight, the step before it still is, or `sampled` does not fit it.
         """
-        results = self._check_results(plan, sampled)
+        results = self._results(plan, sampled)
         for item in plan.items:
             if self._copying and not self.counts(item):
                 self._copying.forget(item)
@@ -221,7 +224,7 @@ class Scheduler:
         self._void -= void
         if self._ahead is not None and self._ahead[1] is plan:
             self._ahead, self._void = None, self._void | set(replaced)
-        self._steps += 1
+        self._totals.steps += 1
         events = []
         for item in plan.items:
             request = item.request
@@ -247,6 +250,8 @@ class Scheduler:
         """Remove the plan from those in flight."""
         if plan is self.beside:
             self.beside = None
+        elif plan is self.over:
+            self.over = None
         else:
             self._in_flight = [other for other in self._in_flight if other is not plan]
 
@@ -254,32 +259,21 @@ class Scheduler:
         """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
         check_pages(self._allocator, self._cache, self._running, self.behind.held_pages())
         check_slots(self._free_states, self._running, self.limits)
+        check_lineups(self._requests, self._waiting, self._running)
         if self._copying:
             self._copying.check([item for plan in self._flying for item in plan.items])
         for request in self._requests.values():
             check_request(request, self.limits, self._cache)
-        if len(self._requests) != len(self._waiting) + len(self._running):
-            raise IntegrityError("a request is neither waiting nor running")
 
     # ---- planning
 
     def _goes_on(self, items: Sequence[StepItem]) -> bool:
-        """Whether the next step is certain to compute one more token of each of these items and nothing else."""
-        num_running = sum(request.state is State.RUNNING for request in self._running)
-        if self.limits.lookahead_tokens or self._void or len(items) != num_running:
-            return False
-        num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
-        first = next(
-            (r for r in self._waiting if not self.behind.holds(r)), None
-        )  # no other waiting request is admitted before it
-        full = num_going_on >= self.limits.num_slots
-        if first is not None and not (full and first.priority >= self._running.last.priority):
-            return False
-        return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
+        first = next((r for r in self._waiting if not self.behind.holds(r)), None)
+        return not self._void and goes_on(items, self._running, first, self.limits)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
         held = self._held
-        for request in self._in_turn():
+        for request in self._running.alternating(self._last_decoded) if self._phases.one_decode else self._running:
             decodes = request.state is State.RUNNING and self._phases.decodes(request) and request.id not in held
             if decodes and self._grow(request, held):
                 step.add_decode(request, 1 + self.limits.lookahead_tokens)
@@ -287,28 +281,32 @@ class Scheduler:
                 if self._phases.one_decode:
                     return
 
-    def _in_turn(self) -> Iterable[Request]:
-        """Running requests in the order of service. If a step decodes only one, those of equal priority alternate."""
-        if not self._phases.one_decode:
-            return self._running
-        return sorted(self._running, key=lambda r: (r.priority, r.arrival <= self._last_decoded, r.arrival))
-
     @property
     def _held(self) -> frozenset[str]:
         """Ids of the requests in flight."""
         return frozenset(item.request.id for plan in self._flying for item in plan.items)
 
-    def _plan_prefills(self, step: StepBuilder) -> None:
-        if not self._waiting and len(step) == len(self._running):
+    def _plan_prefills(self, step: StepBuilder, most_tokens: int | None = None) -> None:
+        """Add prefill chunks. most_tokens: add only whole prompts, with at most so many tokens in all."""
+        if most_tokens == 0 or (not self._waiting and len(step) == len(self._running)):
             return
+        end_tokens = 0 if most_tokens is None else step.budget_tokens - most_tokens
         leading = {r.group for r in self._running if self._leads(r)}
+        num_looked = 0
         is_open = True  # False once a request does not fit: none behind it may be admitted
         for request in self._unfinished_prompts():
-            if step.budget_tokens < 1 or (self._phases.one_chunk and step.has_chunks):
+            room_tokens = step.budget_tokens - end_tokens
+            if room_tokens < 1 or num_looked == _MOST_LOOKED_AT or (self._phases.one_chunk and step.has_chunks):
                 return
-            if request.state is State.WAITING:
-                if not is_open or self.behind.holds(request):
+            waits = request.state is State.WAITING
+            if step.has(request) or (waits and (not is_open or self.behind.holds(request))):
+                continue
+            if most_tokens is not None or self._turns:
+                num_looked += waits
+                if not step.suits(self._num_left(request), None if most_tokens is None else room_tokens):
+                    is_open = is_open and not (waits and self._pages_short(request, self._match(request)) > 0)
                     continue
+            if waits:
                 if request.group in leading and self._may_match(request):
                     continue
                 is_open = self._admit(request, step)
@@ -316,10 +314,15 @@ class Scheduler:
                     continue
                 if self._leads(request):
                     leading.add(request.group)
-            num_tokens = self._phases.chunk_tokens(request, step.budget_tokens)
+            num_tokens = self._phases.chunk_tokens(request, room_tokens)
             if self._copying and not self._phases.one_chunk:
                 num_tokens = self._copying.chunk(request, num_tokens)
             step.add_chunk(request, num_tokens)
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens that the request has to compute, if it is admitted now."""
+        match = self._match(request) if request.state is State.WAITING else None
+        return request.num_left - len(match.pages if match else ()) * self.limits.page_tokens
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests whose next step is prefill, and waiting ones, in the order of service."""
@@ -372,8 +375,8 @@ class Scheduler:
     def _count_prompt(self, request: Request, match: PrefixMatch | None) -> None:
         if request.num_cached is None:
             request.num_cached = len(match.pages) * self.limits.page_tokens if match else 0
-            self._prompt_tokens += request.num_prompt
-            self._cached_prompt_tokens += request.num_cached
+            self._totals.prompt_tokens += request.num_prompt
+            self._totals.cached_prompt_tokens += request.num_cached
 
     def _match(self, request: Request) -> PrefixMatch | None:
         if self._cache is None:
@@ -413,11 +416,11 @@ class Scheduler:
         self._release(request)
         request.preempt()
         self._waiting.add(request)
-        self._preemptions += 1
+        self._totals.preemptions += 1
 
     # ---- results
 
-    def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
+    def _results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
         follows = self._ahead is not None and self._ahead[0] is plan
         if follows or not any(plan is one for one in self._flying):
             raise ValueError("this plan cannot be committed: it is not in flight, or the step before it still is")
@@ -434,7 +437,7 @@ class Scheduler:
                 break
         request.truncate(len(request.tokens))
         accepted = request.tokens[num_before:]
-        self._generated_tokens += len(accepted)
+        self._totals.generated_tokens += len(accepted)
         is_first = num_before == request.num_prompt
         return TokenEvent(
             id=request.id,

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from proa.engine.scheduling.request import NO_SLOT, Request
 from proa.engine.scheduling.step_plan import StepItem
+from proa.machine.cost.turns import LONG_TOKENS, SHORT_TOKENS
 
 
 class StepBuilder:
-    def __init__(self, budget_tokens: int, *, apart: bool, always: bool = False) -> None:
-        """budget_tokens: tokens left for prefill chunks. apart: while any request decodes, chunks form a step of their
-        own, which has the whole budget. always: also while none decodes."""
+    def __init__(self, budget_tokens: int, *, apart: bool) -> None:
+        """budget_tokens: tokens left for prefill chunks. apart: chunks form a step of their own, which has the whole
+        budget."""
         self.budget_tokens = budget_tokens
         self.copy_from: dict[str, int] = {}  # id of a request admitted here -> slot of the states it starts from
-        self._apart, self._always = apart, always
+        self._apart = apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
+        self._has_short = self._has_long = False
 
     def __len__(self) -> int:
         return len(self._decodes) + len(self._chunks)
+
+    def has(self, request: Request) -> bool:
+        return request.id in self._chunks
 
     @property
     def has_chunks(self) -> bool:
@@ -31,7 +36,17 @@ class StepBuilder:
         if not self._apart:
             self.budget_tokens -= cost_tokens
 
+    def suits(self, prompt_tokens: int, most_tokens: int | None) -> bool:
+        """Whether a prompt with so many tokens to compute may join: not if these are more than most_tokens, and in a
+        step of chunks alone no short prompt beside a long one, whose end it would wait for."""
+        short, long = prompt_tokens <= SHORT_TOKENS, prompt_tokens >= LONG_TOKENS
+        if most_tokens is not None and prompt_tokens > most_tokens:
+            return False
+        return not self._apart or not ((short and self._has_long) or (long and self._has_short))
+
     def add_chunk(self, request: Request, num_tokens: int) -> None:
+        self._has_short |= request.num_left <= SHORT_TOKENS
+        self._has_long |= request.num_left >= LONG_TOKENS
         self._chunks[request.id] = self._item(request, num_tokens)
         self.budget_tokens -= num_tokens
 
@@ -43,8 +58,7 @@ class StepBuilder:
     def items(self) -> tuple[list[StepItem], list[StepItem]]:
         """Items of the step, decodes first, and of the step beside it, if chunks form one."""
         decodes, chunks = list(self._decodes.values()), list(self._chunks.values())
-        beside = self._apart and (decodes or self._always)
-        return (decodes, chunks) if beside else (decodes + chunks, [])
+        return (decodes, chunks) if self._apart else (decodes + chunks, [])
 
     def _item(self, request: Request, num_tokens: int) -> StepItem:
         samples = num_tokens == request.num_left

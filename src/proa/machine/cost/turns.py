@@ -13,6 +13,9 @@ PREFILL_SHARE = 0.5
 MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
 ALONE_S = 0.1  # a cancelled prompt computes on for so long, and a new request waits for it
 LEAST_TOKENS = 512  # least size of a prefill step beside decode
+SHORT_TOKENS = 1024  # prompts with at most so many tokens to compute may overtake a step of longer ones
+LONG_TOKENS = 8 * SHORT_TOKENS  # prompts with so many do not share a step with short ones
+LEAST_WAIT_S = 0.3  # a short prompt waits for a step that is expected to end sooner
 GRAIN_TOKENS = 256  # steps of fewer tokens are not used to estimate speed: reading weights takes all their time
 
 # Decode waits for a whole shared step, but only for a block of a step in turns. In turns, long steps pay off for the
@@ -40,6 +43,27 @@ def blocks_due(share: float, owed: float, step_s: float, block_s: float) -> tupl
 def blocks_alone(block_s: float) -> int:
     """Prefill blocks that are computed at a time while nothing decodes. block_s: duration of one, 0: not measured."""
     return max(1, int(ALONE_S / block_s)) if block_s else 1
+
+
+def left_s(age_s: float, done_share: float, num_tokens: int) -> float:
+    """Expected time until a step that has been computed for age_s seconds ends. done_share: the fraction of it that is
+    computed; before the first part is, only a long step is expected to take long."""
+    if done_share:
+        return age_s * (1 - done_share) / done_share
+    return float("inf") if num_tokens >= LONG_TOKENS else 0.0
+
+
+def over_tokens(batch_tokens: int) -> int:
+    """Most tokens of a prefill step that overtakes another one. batch_tokens: most tokens that are computed at once."""
+    return min(SHORT_TOKENS, batch_tokens)
+
+
+def overtaking_tokens(most: int, left_s: float, token_s: float) -> int:
+    """How many tokens, at most `most`, may overtake a step that needs left_s more. token_s: time per token of prompts
+    that overtake, 0: not measured yet. They do not if they would be done later than that step."""
+    if left_s < LEAST_WAIT_S:
+        return 0
+    return int(min(most, left_s / token_s)) if token_s else most
 
 
 def fitting_tokens(tokens: int, block_s: float) -> int:
