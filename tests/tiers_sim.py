@@ -33,12 +33,11 @@ class SimTiers:
         return key in self.runs
 
     def touch(self, key: bytes) -> None:
-        assert key in self.runs
-        self.touched.append(key)
+        if key in self.runs:
+            self.touched.append(key)
 
-    @property
-    def writes(self) -> bool:
-        return self._random.random() >= self._refuse
+    def lacks(self, key: bytes) -> bool:
+        return key not in self.runs and self._random.random() >= self._refuse
 
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         assert num_tokens > 0

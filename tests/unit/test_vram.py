@@ -134,7 +134,7 @@ def test_model_larger_than_vram_and_than_ram() -> None:
 
 def test_experts_get_half_of_the_vram_beside_dense_weights() -> None:
     """5 GiB beside Qwen3's dense weights: half of what is left is less than a full context."""
-    got = plan(QWEN3_30B, machine(124, gpu(6)))
+    got = plan(QWEN3_30B, machine(124, gpu(6)), prefix_cache_ram=0)
     on = check(got, QWEN3_30B)
     need = vram_demand(QWEN3_30B, 16, 4, 512, False, {})
     rest = on.vram.usable_bytes - need.total_bytes(0, 0)
@@ -149,11 +149,11 @@ def test_experts_get_half_of_the_vram_beside_dense_weights() -> None:
 def test_no_expert_fits_beside_dense_weights() -> None:
     dense = vram_demand(MIXTRAL, 16, 1, 512, False, {}).total_bytes(1024, 64)
     vram = dense + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
-    got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1)
+    got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1, prefix_cache_ram=0)
     assert not any(counts(got))
     assert check(got, MIXTRAL).inclusive
     assert row(got, "experts in VRAM")[1:] == ("none", "none fits beside dense weights and KV")
-    one = plan(MIXTRAL, machine(124, gpu(24)), vram=vram + 1, context=1024, max_running=1)
+    one = plan(MIXTRAL, machine(124, gpu(24)), vram=vram + 1, context=1024, max_running=1, prefix_cache_ram=0)
     assert counts(one) == [1] + [0] * 31
 
 

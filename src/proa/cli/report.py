@@ -7,8 +7,8 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
     model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
     context_tokens, max_running
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
-                  loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens, state_copies}
-                 of RAM; kv_pages and state_copies count those in VRAM too
+                  loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, prefix_cache_bytes, kv_pages,
+                  page_tokens, state_copies} of RAM; kv_pages and state_copies count those in VRAM too
     gpus         of each rank {rank, host, index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement,
                   blocks, experts, expert_bytes, owners, resident, spare, co_fetch, read_ahead, ring_bytes, prefill,
                   doorbell, fp8_activations, inclusive, device, gpu_only}; none without a GPU; vram: {total_bytes,
@@ -150,6 +150,7 @@ def _memory_line(plan: Plan) -> str:
         f"recurrent states {format_bytes(memory.states_bytes)}": memory.states_bytes,
         f"workspace {format_bytes(memory.workspace_bytes)}": memory.workspace_bytes,
         f"simulated VRAM {format_bytes(memory.simulated_vram_bytes)}": memory.simulated_vram_bytes,
+        f"prefix cache {format_bytes(memory.prefix_cache_bytes)}": memory.prefix_cache_bytes,
     }
     return (
         f"{' + '.join(part for part, size in parts.items() if size)} of {format_bytes(memory.usable_bytes)} usable "

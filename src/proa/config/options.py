@@ -100,6 +100,15 @@ class CacheOptions:
     )
     page_tokens: int = option(16, help="tokens per page of the KV cache", low=1, high=256)
     prefix_cache: bool = option(True, help="reuse the KV cache of prompts with a common prefix")
+    prefix_cache_ram: int | None = option(
+        None,
+        help="RAM for KV pages that VRAM has no room for, so that prompts whose prefix they hold are not computed "
+        "again; 0: none; default: with a GPU, what is left of RAM, at most 8 times the KV cache in VRAM and a quarter "
+        "of the free RAM",
+        metavar="SIZE",
+        kind="size",
+        low=0,
+    )
     prefix_cache_dir: str | None = option(
         None,
         help="folder to keep the KV cache of prompts and answers in, also after a restart; needs --prefix-cache-disk; "

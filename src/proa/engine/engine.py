@@ -162,7 +162,9 @@ class Engine:
         scheduler, seconds = self.scheduler.stats(), StepSeconds(*self.clock.seconds())
         done = self.runner.executor.counters()
         stats = Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
-        return stats if self._tiers is None else msgspec.structs.replace(stats, prefix_files=self._tiers.stats())
+        if (tiers := self._tiers) is None:
+            return stats
+        return msgspec.structs.replace(stats, prefix_files=tiers.file_stats(), prefix_ram=tiers.ram_stats())
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprobs = output.logprobs.get(event.id)

@@ -119,6 +119,19 @@ class PrefixFileStats(msgspec.Struct, frozen=True, array_like=True):
     failed_writes: int = 0
 
 
+class PrefixRamStats(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix cache's runs of pages in RAM. Gauges up to restore_bytes_per_s, then counters."""
+
+    stored_bytes: int = 0  # RAM of the buffers that hold runs
+    restore_bytes_per_s: float = 0.0  # running average, by which restoring and computing are compared; 0: unknown
+    restored_pages: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    written_runs: int = 0  # copied from pages; runs that were read from files are not counted
+    written_bytes: int = 0
+    evicted_runs: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     scheduler: SchedulerStats = SchedulerStats()
     seconds: StepSeconds = StepSeconds()
@@ -126,6 +139,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     residency: ResidencyStats = ResidencyStats()
     prefill: PrefillStats = PrefillStats()
     prefix_files: PrefixFileStats = PrefixFileStats()
+    prefix_ram: PrefixRamStats = PrefixRamStats()
 
     def values(self) -> dict[str, float]:
         """Every value by its path, such as "scheduler.steps"."""

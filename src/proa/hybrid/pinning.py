@@ -50,17 +50,35 @@ def register(spans: Sequence[tuple[int, int]], device: torch.device) -> Register
     cuda = ctypes.CDLL(_LIBRARY)
     begin, done, in_place = time.perf_counter(), list[tuple[int, int]](), True
     for address, nbytes in spans:
-        place, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-        if code := cuda.cuMemHostRegister_v2(place, size, _PORTABLE | _MAPPED):
+        if code := _register(cuda, address, nbytes):
             left = sum(size for _, size in spans) - sum(size for _, size in done)
             return Registered(
                 done, False, f"the driver refused {format_bytes(left)}: {_name(cuda, code)}", complete=False
             )
         done.append((address, nbytes))
         seen = ctypes.c_uint64()
-        if cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), place, 0) or seen.value != address:
+        if cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), ctypes.c_void_p(address), 0) or seen.value != address:
             in_place = False
     return Registered(done, in_place, f"registered in {time.perf_counter() - begin:.1f} s")
+
+
+def pin(address: int, nbytes: int) -> str | None:
+    """Register one span of whole pages. The calling thread must have the device's context; no step is waited for.
+    Returns the driver's error, or None."""
+    cuda = ctypes.CDLL(_LIBRARY)
+    code = _register(cuda, address, nbytes)
+    return _name(cuda, code) if code else None
+
+
+def unpin(address: int) -> None:
+    """Unregister a span, before its memory is freed. No copy or kernel may be using it."""
+    ctypes.CDLL(_LIBRARY).cuMemHostUnregister(ctypes.c_void_p(address))
+
+
+def _register(cuda: ctypes.CDLL, address: int, nbytes: int) -> int:
+    """Returns the driver's code; 0: success."""
+    code: int = cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
+    return code
 
 
 def _name(cuda: ctypes.CDLL, code: int) -> str:

@@ -141,7 +141,7 @@ SAMPLED: dict[str, Declared] = {
     "prefix_files.prefill_tokens_per_s": Declared(
         "proa_prefix_file_prefill_tokens_per_second",
         "gauge",
-        "Rate of computing prompts, with which restoring is compared; 0: unknown",
+        "Rate of computing prompts, with which restoring from files and from RAM is compared; 0: unknown",
     ),
     "prefix_files.restored_pages": Declared(
         "proa_prefix_file_restored_pages", "counter", "KV pages restored from files"
@@ -155,7 +155,7 @@ SAMPLED: dict[str, Declared] = {
     "prefix_files.refused_restores": Declared(
         "proa_prefix_file_refused_restores",
         "counter",
-        "Times that computing was predicted to be quicker than restoring",
+        "Times that computing was predicted to be quicker than restoring from files or RAM",
     ),
     "prefix_files.written_files": Declared("proa_prefix_file_written_files", "counter", "Files of KV written"),
     "prefix_files.written_bytes": Declared("proa_prefix_file_written_bytes", "counter", "Bytes of KV written to files"),
@@ -167,6 +167,26 @@ SAMPLED: dict[str, Declared] = {
     ),
     "prefix_files.failed_writes": Declared(
         "proa_prefix_file_failed_writes", "counter", "Files that could not be written"
+    ),
+    "prefix_ram.stored_bytes": Declared(
+        "proa_prefix_ram_stored_bytes", "gauge", "Bytes of RAM that hold runs of KV pages for the prefix cache"
+    ),
+    "prefix_ram.restore_bytes_per_s": Declared(
+        "proa_prefix_ram_restore_bytes_per_second",
+        "gauge",
+        "Rate of restoring from RAM, with which computing is compared; 0: unknown",
+    ),
+    "prefix_ram.restored_pages": Declared("proa_prefix_ram_restored_pages", "counter", "KV pages restored from RAM"),
+    "prefix_ram.restored_bytes": Declared(
+        "proa_prefix_ram_restored_bytes", "counter", "Bytes of the runs that were restored from RAM"
+    ),
+    "prefix_ram.restore_seconds": Declared(
+        "proa_prefix_ram_restore_seconds", "counter", "Seconds of restoring from RAM"
+    ),
+    "prefix_ram.written_runs": Declared("proa_prefix_ram_written_runs", "counter", "Runs of KV pages copied to RAM"),
+    "prefix_ram.written_bytes": Declared("proa_prefix_ram_written_bytes", "counter", "Bytes of KV copied to RAM"),
+    "prefix_ram.evicted_runs": Declared(
+        "proa_prefix_ram_evicted_runs", "counter", "Runs dropped from RAM because of --prefix-cache-ram"
     ),
     "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
     "scheduler.cached_prompt_tokens": Declared(

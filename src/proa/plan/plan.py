@@ -20,7 +20,7 @@ def held_by(owners: Owners, rank: int) -> tuple[tuple[int, ...], ...]:
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of RAM: free now, reserved, and used by each part.
 
-    process + weights + loading + kv + states + workspace + simulated VRAM <= usable: the formulas are in
+    process + weights + loading + kv + states + workspace + simulated VRAM + prefix cache <= usable: the formulas are in
     plan/budget.py, with a GPU in plan/vram.py. With a GPU, weights are routed experts, and KV and states are in VRAM.
     """
 
@@ -33,10 +33,16 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     process_bytes: int = 0  # both processes without weights: Python, torch, tokenizer
     states_bytes: int = 0  # recurrent states of all running requests, and copies
     simulated_vram_bytes: int = 0  # the VRAM of a simulated GPU
+    prefix_cache_bytes: int = 0  # most bytes of KV pages in RAM, kept behind those in VRAM
 
     @property
     def usable_bytes(self) -> int:
         return self.free_bytes - self.reserve_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        parts = self.process_bytes + self.weights_bytes + self.loading_bytes + self.kv_bytes + self.states_bytes
+        return parts + self.workspace_bytes + self.simulated_vram_bytes + self.prefix_cache_bytes
 
 
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):

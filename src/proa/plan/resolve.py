@@ -32,6 +32,7 @@ from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import PackedSize, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.prefix_files import prefix_files
+from proa.plan.prefix_ram import bytes_aside, none_on_cpu, too_large, with_tier
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
@@ -77,7 +78,7 @@ def resolve(
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
     rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
-    rows += (*prefix_rows(case, placed.need), *files.decisions)
+    rows += (*prefix_rows(case, placed.need), placed.tier_row, *files.decisions)
     rows += _step_rows(asked, placed.batch_tokens, None if share else batch_tokens)
     rows += (share_row, deterministic.row(asked.deterministic, cell))
     return Plan(
@@ -151,6 +152,7 @@ class _Placed:
     fitted: Fitted
     roof: Roof
     decisions: tuple[Decision, ...]
+    tier_row: Decision  # of the prefix cache in RAM
     pass_tokens: int = 0  # see Plan
 
 
@@ -187,12 +189,27 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
 
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
     """batch_tokens: as asked, or the shortest steps."""
-    got, batch_tokens = _split(case, gpu, batch_tokens)
+    got, batch_tokens = _split_beside_tier(case, gpu, batch_tokens)
+    tier = with_tier(case, gpu, got.memory, got.gpu.vram.kv_bytes)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
     rows = (row, *got.decisions, *rounded)
-    return _Placed(got.gpu, batch_tokens, got.memory, got.need, got.fitted, roof, rows, got.pass_tokens)
+    return _Placed(got.gpu, batch_tokens, tier.memory, got.need, got.fitted, roof, rows, tier.row, got.pass_tokens)
+
+
+def _split_beside_tier(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
+    """Split without the RAM that --prefix-cache-ram asks for. Raises UsageError if only that keeps the model from
+    fitting."""
+    aside = bytes_aside(case)
+    try:
+        return _split(replace(case, usable_bytes=case.usable_bytes - aside), gpu, batch_tokens)
+    except ResourceError:
+        if not aside:
+            raise
+        with suppress(ResourceError):
+            raise too_large(case, _split(case, gpu, batch_tokens)[0].memory) from None
+        raise
 
 
 def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
@@ -226,7 +243,8 @@ def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, b
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted only with a GPU")
     unused = unused_rows(case.options.gpus)
-    return _Placed(None, batch_tokens, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
+    rows = (row, *unused, *fitted.decisions, *uncounted)
+    return _Placed(None, batch_tokens, memory, need, fitted, roof, rows, none_on_cpu(case))
 
 
 def _workers(

@@ -20,6 +20,7 @@ from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, Owners, VramBudget, held_by
+from proa.plan.prefix_ram import copies_bytes
 from proa.plan.ring import RingPlan, plan_ring, ring_row
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
@@ -187,6 +188,9 @@ def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case
     need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
     if case.options.gpus.fp8_activations:
         need = with_fp8(need, case.spec, batch_tokens, running)
+    if not gpu.simulated:
+        copies = copies_bytes(case, need, case.spec, case.kv_elem_bytes)
+        need = replace(need, workspace_base_bytes=need.workspace_base_bytes + copies)
     return replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
 
 

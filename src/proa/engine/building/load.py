@@ -59,7 +59,7 @@ PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to be 
 def load_engine(
     plan: Plan, report: Callable[[Loading], None], timeline: Timeline | None = None, cpus: Collection[int] = ()
 ) -> tuple[Engine, Ready]:
-    """Load the planned model. cpus: for threads of the prefix cache's files; empty: those of the calling thread. Raises
+    """Load the planned model. cpus: for threads of the prefix cache's tiers; empty: those of the calling thread. Raises
     ModelError and ResourceError."""
     cpus = cpus or os.sched_getaffinity(0)
     timeline = timeline or Timeline()

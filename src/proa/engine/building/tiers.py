@@ -4,6 +4,7 @@ decisions."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,17 @@ import msgspec
 
 from proa.cache.files import LAYOUT, FileStore
 from proa.cache.keys import run_pages
+from proa.cache.ram import RamStore
 from proa.engine.executors.page_copies import PageCopies
 from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.executors.run_buffers import RunBuffers
 from proa.obs.version import proa_version
 from proa.ops.caches import Caches
 from proa.plan.plan import Plan
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.fingerprint import fingerprint
+
+ROOT_BYTES = 32
 
 # Parts of a plan that differ from start to start and change no bit of what is computed.
 _ELSEWHERE = (
@@ -29,12 +34,21 @@ _ELSEWHERE = (
 
 
 def new_tiers(plan: Plan, checkpoint: Checkpoint, caches: Caches, cpus: Collection[int]) -> PageTiers | None:
-    """Open the planned folder; None if none is planned. Raises ResourceError."""
-    if plan.prefix_files is None:
+    """Open the planned folder, and make the planned store in RAM, empty; None if neither is planned. Raises
+    ResourceError."""
+    ram_bytes, planned = plan.memory.prefix_cache_bytes, plan.prefix_files
+    if planned is None and not ram_bytes:
         return None
-    root, size = tiers_root(plan, checkpoint), run_pages(plan.page_tokens)
-    files = FileStore(Path(plan.prefix_files.folder), root, plan.prefix_files.limit_bytes)
-    return PageTiers(files, root, size, partial(PageCopies, caches, size), cpus)
+    size = run_pages(plan.page_tokens)
+    new_copies = partial(PageCopies, caches, size)
+    root, files, ram = os.urandom(ROOT_BYTES), None, None
+    if planned is not None:  # files outlive the process, so their root says what they depend on
+        root = tiers_root(plan, checkpoint)
+        files = FileStore(Path(planned.folder), root, planned.limit_bytes)
+    if ram_bytes:
+        copies = new_copies()
+        ram = RamStore(ram_bytes, RunBuffers(copies.run_bytes, copies.device))
+    return PageTiers(root, size, new_copies, cpus, files, ram)
 
 
 def tiers_root(plan: Plan, checkpoint: Checkpoint) -> bytes:
@@ -49,7 +63,7 @@ def tiers_root(plan: Plan, checkpoint: Checkpoint) -> bytes:
         "random": [plan.dummy_seed, plan.dummy_router, plan.dummy_format] if plan.load_format == "dummy" else [],
         "plan": _bits(plan) if plan.deterministic else None,
     }
-    return hashlib.blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=32).digest()
+    return hashlib.blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=ROOT_BYTES).digest()
 
 
 def _bits(plan: Plan) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class PageCopies:
         device = tensors[0].device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._device = device
+        self.device = device
         self.run_bytes = sum(map(self._part_bytes, self._rows))
 
     def new_buffer(self) -> Tensor:
@@ -41,8 +41,8 @@ class PageCopies:
     @torch.inference_mode()
     def read(self, pages: Sequence[int], into: Tensor) -> None:
         """Copy a run of pages to `into`, a buffer as new_buffer makes them; returns when they are there."""
-        at = torch.tensor(pages, device=self._device)
         with torch.cuda.stream(self._stream):
+            at = torch.tensor(pages, device=self.device)
             for rows, part in zip(self._rows, self._parts(into), strict=True):
                 if self._stream is None:
                     torch.index_select(rows, 0, at, out=part)
@@ -53,11 +53,11 @@ class PageCopies:
     @torch.inference_mode()
     def write(self, source: Tensor, first: int, pages: Sequence[int]) -> None:
         """Copy the pages [first : first + len(pages)] of a run to `pages`; returns when they are there."""
-        at = torch.tensor(pages, device=self._device)
         with torch.cuda.stream(self._stream):
+            at = torch.tensor(pages, device=self.device)
             for rows, part in zip(self._rows, self._parts(source), strict=True):
                 wanted = part[first : first + len(pages)]
-                rows.index_copy_(0, at, wanted.to(self._device, non_blocking=True))
+                rows.index_copy_(0, at, wanted.to(self.device, non_blocking=True))
         self._finish()
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""Stores runs of KV pages in files and restores them, by threads beside the engine's. Never: which runs, requests.
+"""Stores runs of KV pages in RAM and in files and restores them, by threads beside the engine's. Never: which runs,
+requests.
 
 One thread writes, with a low priority, so that workers that compute come first; several read, so that one can copy
-into the KV cache while another waits for the disk. None of them is bound to a CPU of its own.
+into the KV cache while another waits for the disk. None of them is bound to a CPU of its own. A run in RAM is copied
+between its buffer and the pages without a copy between.
 """
 
 from __future__ import annotations
@@ -10,81 +12,88 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from proa.cache.files import FileStore
+from proa.cache.ram import RamStore
 from proa.engine.executors.page_copies import PageCopies
+from proa.engine.executors.restore_rates import RestoreRates, Tier
 from proa.engine.scheduling.tiers import Restore, Store
-from proa.engine.stats import PrefixFileStats
+from proa.engine.stats import PrefixFileStats, PrefixRamStats
 
 log = logging.getLogger(__name__)
 
 READERS = 2
-BUFFERS = READERS + 1  # of a run each, in RAM
-LEAST_PREFILL_TOKENS = 64  # a step with fewer says little about the rate of prefill
-NEWEST_SHARE = 0.3  # weight of the newest value in a running average
-TRY_EVERY = 16  # of so many refused restores, one is made: its rate may have been measured while the disk was busy
+BUFFERS = READERS + 1  # of a run each, in RAM, if there are files
 _WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
 
 
-class Rate:
-    """A running average of a rate per second; None: not known yet."""
+class RunStore(Protocol):
+    """What both tiers have in common. No method blocks."""
 
-    def __init__(self) -> None:
-        self.value: float | None = None
+    @property
+    def writes(self) -> bool:
+        """Whether runs can be stored now."""
 
-    def add(self, amount: float, seconds: float) -> None:
-        rate = amount / max(seconds, 1e-9)
-        self.value = rate if self.value is None else self.value + NEWEST_SHARE * (rate - self.value)
+    def has(self, key: bytes) -> bool: ...
+
+    def touch(self, key: bytes) -> None: ...
+
+
+@dataclass
+class _Restored:
+    """What was restored from a tier."""
+
+    pages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class PageTiers:
-    """The tiers of scheduling/tiers.py: here, files. `store`, `restore` and `learn` are called from one thread."""
+    """The tiers of scheduling/tiers.py: RAM first, then files. `store`, `restore` and `learn` are called from one
+    thread."""
 
     def __init__(
-        self, files: FileStore, root: bytes, run_pages: int, new_copies: Callable[[], PageCopies], cpus: Collection[int]
-    ) -> None:
-        """cpus: what the threads may run on."""
+        self, root: bytes, run_pages: int, new_copies: Callable[[], PageCopies], cpus: Collection[int],
+        files: FileStore | None = None, ram: RamStore | None = None,
+    ) -> None:  # fmt: skip
+        """cpus: what the threads may run on. files, ram: None if there is no such tier."""
         self.root, self.run_pages = root, run_pages
-        self._files, self._new_copies, self._cpus = files, new_copies, cpus
+        self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
+        self._stores: tuple[RunStore, ...] = tuple(store for store in (ram, files) if store is not None)
         self._run_bytes = new_copies().run_bytes
         self._own = threading.local()
         self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
         self._lock = threading.Lock()
-        self._restore_rate, self._prefill_rate = Rate(), Rate()
-        self._refused = 0
-        self._counts = dict.fromkeys(
-            ("restored_pages", "restored_bytes", "restore_seconds", "written_bytes", "written_files"), 0.0
-        )
+        self._rates = RestoreRates()
+        self._restored: dict[Tier, _Restored] = {"ram": _Restored(), "files": _Restored()}
+        self._written: dict[Tier, int] = {"ram": 0, "files": 0}  # runs
 
     def has(self, key: bytes) -> bool:
-        return self._files.has(key)
+        return any(store.has(key) for store in self._stores)
 
     def touch(self, key: bytes) -> None:
-        self._files.touch(key)
+        for store in self._stores:
+            store.touch(key)
 
-    @property
-    def writes(self) -> bool:
-        return self._files.writes
+    def lacks(self, key: bytes) -> bool:
+        return any(store.writes and not store.has(key) for store in self._stores)
 
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
-        bytes_per_s, tokens_per_s = self._restore_rate.value, self._prefill_rate.value
-        if bytes_per_s is None or tokens_per_s is None:
-            return True
-        if len(keys) * self._run_bytes / bytes_per_s <= num_tokens / tokens_per_s:
-            return True
-        self._refused += 1
-        return self._refused % TRY_EVERY == 0
+        in_ram = 0 if self._ram is None else sum(map(self._ram.has, keys))
+        nbytes: dict[Tier, int] = {"ram": in_ram * self._run_bytes, "files": (len(keys) - in_ram) * self._run_bytes}
+        return self._rates.worthwhile(nbytes, num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Take the duration of a step of so many tokens."""
-        if num_tokens >= LEAST_PREFILL_TOKENS:
-            self._prefill_rate.add(num_tokens, seconds)
+        self._rates.learn(num_tokens, seconds)
 
     def store(self, job: Store) -> None:
         self._writer.submit(self._store, job)
@@ -92,28 +101,44 @@ class PageTiers:
     def restore(self, job: Restore) -> None:
         _Restoring(self, job).submit_to(self._readers)
 
-    def stats(self) -> PrefixFileStats:
-        counts = self._counts
+    def file_stats(self) -> PrefixFileStats:
+        """Counters of files; the rate of prefill and the number of refusals are those of all tiers."""
+        files, restored = self._files, self._restored["files"]
         return PrefixFileStats(
-            stored_bytes=self._files.stored_bytes,
-            foreign_files=self._files.foreign_files,
-            restore_bytes_per_s=self._restore_rate.value or 0.0,
-            prefill_tokens_per_s=self._prefill_rate.value or 0.0,
-            restored_pages=int(counts["restored_pages"]),
-            restored_bytes=int(counts["restored_bytes"]),
-            restore_seconds=counts["restore_seconds"],
-            refused_restores=self._refused,
-            written_files=int(counts["written_files"]),
-            written_bytes=int(counts["written_bytes"]),
-            evicted_files=self._files.evicted_files,
-            bad_files=self._files.bad_files,
-            failed_writes=self._files.failed_writes,
+            stored_bytes=files.stored_bytes if files else 0,
+            foreign_files=files.foreign_files if files else 0,
+            restore_bytes_per_s=self._rates.restore["files"].value or 0.0,
+            prefill_tokens_per_s=self._rates.prefill.value or 0.0,
+            restored_pages=restored.pages,
+            restored_bytes=restored.nbytes,
+            restore_seconds=restored.seconds,
+            refused_restores=self._rates.refused,
+            written_files=self._written["files"],
+            written_bytes=self._written["files"] * self._run_bytes,
+            evicted_files=files.evicted_files if files else 0,
+            bad_files=files.bad_files if files else 0,
+            failed_writes=files.failed_writes if files else 0,
+        )
+
+    def ram_stats(self) -> PrefixRamStats:
+        ram, restored = self._ram, self._restored["ram"]
+        return PrefixRamStats(
+            stored_bytes=ram.stored_bytes if ram else 0,
+            restore_bytes_per_s=self._rates.restore["ram"].value or 0.0,
+            restored_pages=restored.pages,
+            restored_bytes=restored.nbytes,
+            restore_seconds=restored.seconds,
+            written_runs=self._written["ram"],
+            written_bytes=self._written["ram"] * self._run_bytes,
+            evicted_runs=ram.evicted_runs if ram else 0,
         )
 
     def close(self) -> None:
         """End the threads after what they are doing; no call may follow."""
         for pool in (self._writer, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
+        if self._ram is not None:
+            self._ram.close()
 
     def _begin_thread(self, nice: int) -> None:
         with suppress(OSError):  # not permitted: the thread keeps the affinity or priority that it has
@@ -121,36 +146,84 @@ class PageTiers:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         self._own.copies = self._new_copies()
-        self._own.buffer = self._own.copies.new_buffer()
+        if self._files is not None:
+            self._own.buffer = self._own.copies.new_buffer()
 
     def _store(self, job: Store) -> None:
         try:
-            buffer = self._own.buffer
-            self._own.copies.read(job.pages, buffer)
-            if self._files.write(job.key, _bytes_of(buffer)):
-                self._counts["written_files"] += 1
-                self._counts["written_bytes"] += len(buffer)
-            self._files.keep_up()
+            if self._ram is not None:
+                self._store_in_ram(self._ram, job)
+            if self._files is not None:
+                self._store_in_file(self._files, job)
+                self._files.keep_up()
         except Exception:
             log.exception("A part of the prefix cache could not be stored; its tokens will be computed again.")
         finally:
             job.done = True
 
-    def read_run(self, key: bytes, first: int, pages: Sequence[int]) -> bool:
-        """Restore the pages [first : first + len(pages)] of a run. Called in a reading thread."""
-        buffer = self._own.buffer
-        if not self._files.read(key, _bytes_of(buffer)):
+    def _store_in_ram(self, ram: RamStore, job: Store) -> None:
+        with ram.filling(job.key) as filling:
+            if filling is not None:
+                self._own.copies.read(job.pages, filling.buffer)
+                filling.full = True
+                self._written["ram"] += 1
+
+    def _store_in_file(self, files: FileStore, job: Store) -> None:
+        if not files.writes or files.has(job.key):
+            return
+        with self._in_ram(job.key) as buffer:
+            if buffer is None:
+                buffer = self._own.buffer
+                self._own.copies.read(job.pages, buffer)
+            if files.write(job.key, _bytes_of(buffer)):
+                self._written["files"] += 1
+
+    def read_run(self, key: bytes, first: int, pages: Sequence[int]) -> Tier | None:
+        """Restore the pages [first : first + len(pages)] of a run. Returns where it was; None: it has vanished. Called
+        in a reading thread."""
+        with self._in_ram(key) as buffer:
+            if buffer is not None:
+                self._own.copies.write(buffer, first, pages)
+                return "ram"
+        found = self._files is not None and self._read_file(self._files, key, first, pages)
+        return "files" if found else None
+
+    def _read_file(self, files: FileStore, key: bytes, first: int, pages: Sequence[int]) -> bool:
+        """Restore a run from its file, and keep it in RAM if there is room."""
+        if self._ram is None:
+            return self._copy_file(files, key, self._own.buffer, first, pages)
+        with self._ram.filling(key) as filling:
+            buffer = self._own.buffer if filling is None else filling.buffer
+            good = self._copy_file(files, key, buffer, first, pages)
+            if filling is not None:
+                filling.full = good
+        return good
+
+    def _copy_file(self, files: FileStore, key: bytes, buffer: Tensor, first: int, pages: Sequence[int]) -> bool:
+        if not files.read(key, _bytes_of(buffer)):
             return False
         self._own.copies.write(buffer, first, pages)
         return True
 
-    def restored(self, num_pages: int, num_runs: int, seconds: float) -> None:
+    @contextmanager
+    def _in_ram(self, key: bytes) -> Iterator[Tensor | None]:
+        """The buffer of a run in RAM, which is not evicted meanwhile; None: it is not there."""
+        if self._ram is None:
+            yield None
+            return
+        with self._ram.reading(key) as buffer:
+            yield buffer
+
+    def restored(self, tier: Tier, num_pages: int, num_runs: int, seconds: float) -> None:
+        """Take what a restore has brought from a tier, and how long that took."""
+        nbytes = num_runs * self._run_bytes
         with self._lock:
-            self._counts["restored_pages"] += num_pages
-            self._counts["restored_bytes"] += num_runs * self._run_bytes
-            self._counts["restore_seconds"] += seconds
+            counts = self._restored[tier]
+            counts.pages += num_pages
+            counts.nbytes += nbytes
+            counts.seconds += seconds
             if num_runs:
-                self._restore_rate.add(num_runs * self._run_bytes, seconds)
+                self._rates.restore[tier].add(nbytes, seconds)
 
 
 class _Restoring:
@@ -159,7 +232,8 @@ class _Restoring:
     def __init__(self, tiers: PageTiers, job: Restore) -> None:
         self._tiers, self._job = tiers, job
         self._lock = threading.Lock()
-        self._good = [False] * len(job.keys)
+        self._from: list[Tier | None] = [None] * len(job.keys)
+        self._busy_s: dict[Tier, float] = {"ram": 0.0, "files": 0.0}  # of threads
         self._left = len(job.keys)
         self._failed = False
         self._began_s: float | None = None
@@ -169,18 +243,22 @@ class _Restoring:
             readers.submit(self._read, run)
 
     def _read(self, run: int) -> None:
-        self._began_s = self._began_s or time.perf_counter()
+        began_s = time.perf_counter()
+        self._began_s = self._began_s or began_s
         try:
             if not self._failed:
-                self._good[run] = self._tiers.read_run(self._job.keys[run], *self._wanted(run))
+                self._from[run] = self._tiers.read_run(self._job.keys[run], *self._wanted(run))
         except Exception:
             log.exception("A part of the prefix cache could not be restored; its tokens are computed again.")
-        self._failed = self._failed or not self._good[run]
+        tier, ended_s = self._from[run], time.perf_counter()
+        self._failed = self._failed or tier is None
         with self._lock:
+            if tier is not None:
+                self._busy_s[tier] += ended_s - began_s
             self._left -= 1
             last = self._left == 0
         if last:
-            self._end(time.perf_counter() - self._began_s)
+            self._end(ended_s - self._began_s)
 
     def _wanted(self, run: int) -> tuple[int, Sequence[int]]:
         """The first page of the run that is wanted, and the pages that this one and the following ones go to."""
@@ -189,10 +267,14 @@ class _Restoring:
         return first, self._job.pages[max(0, run * size - skipped) : (run + 1) * size - skipped]
 
     def _end(self, seconds: float) -> None:
-        num_runs = next((run for run, good in enumerate(self._good) if not good), len(self._good))
-        most = num_runs * self._tiers.run_pages - self._job.num_skipped
-        self._job.num_pages = max(0, min(len(self._job.pages), most))
-        self._tiers.restored(self._job.num_pages, num_runs, seconds)
+        """Count the leading runs that were restored. Tiers share the time as they shared that of the threads."""
+        num_runs = next((run for run, tier in enumerate(self._from) if tier is None), len(self._from))
+        self._job.num_pages = sum(len(self._wanted(run)[1]) for run in range(num_runs))
+        busy_s = sum(self._busy_s.values()) or 1.0
+        for tier, tier_s in self._busy_s.items():
+            runs = [run for run in range(num_runs) if self._from[run] == tier]
+            num_pages = sum(len(self._wanted(run)[1]) for run in runs)
+            self._tiers.restored(tier, num_pages, len(runs), seconds * tier_s / busy_s)
         self._job.done = True
 
 

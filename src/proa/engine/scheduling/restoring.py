@@ -180,16 +180,16 @@ class BehindTree:
             if node.depth % size == 0:
                 ends.append(node)
             node = node.parent
+        for key in reversed(keys[first:]):  # the first one last: later ones cannot be restored without it
+            self._tiers.touch(key)
         for key, end in zip(keys[first:], reversed(ends), strict=True):
-            if self._tiers.has(key):
-                self._tiers.touch(key)
-            elif self._tiers.writes:
+            if self._tiers.lacks(key):
                 self._backlog[key] = end
         while len(self._backlog) > MOST_BACKLOG:
             del self._backlog[next(iter(self._backlog))]
 
     def _store(self, key: bytes, node: PrefixNode) -> None:
-        if node.parent is None or self._tiers.has(key) or not self._tiers.writes:  # without a parent: it was evicted
+        if node.parent is None or not self._tiers.lacks(key):  # without a parent: it was evicted
             return
         path = self._cache.path(node)
         self._cache.lock(node)

@@ -47,11 +47,10 @@ class Tiers(Protocol):
         """Whether the run is stored, as far as known. It may have vanished when it is restored."""
 
     def touch(self, key: bytes) -> None:
-        """Note that a stored run was used."""
+        """Note that a run was used, if it is stored."""
 
-    @property
-    def writes(self) -> bool:
-        """Whether `store` is of use now: not while writing is paused."""
+    def lacks(self, key: bytes) -> bool:
+        """Whether storing the run is of use now: a tier does not have it, and its writing is not paused."""
 
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Whether restoring these runs is predicted to be quicker than computing num_tokens tokens."""

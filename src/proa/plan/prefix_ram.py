@@ -1,0 +1,150 @@
+"""How much RAM keeps KV pages behind those in VRAM (--prefix-cache-ram). Never: allocating it.
+
+A size that was asked for is set aside before experts are placed; `auto` takes what the placement leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from proa.cache.keys import run_pages
+from proa.errors import UsageError
+from proa.machine.machine import Gpu
+from proa.models.spec import Model
+from proa.obs.units import format_bytes
+from proa.plan.budget import Demand
+from proa.plan.fit import Case, size_flag
+from proa.plan.plan import MemoryBudget
+from proa.plan.prefix_files import BUFFERS
+from proa.types import Decision
+
+LEAST_RUNS = 4  # with less room there is no tier
+MOST_OF_KV, SHARE_OF_FREE = 8, 4  # auto: at most so many times the KV cache in VRAM, and 1/4 of the free RAM
+
+# torch takes memory from CUDA in segments: of 2 MiB for blocks up to 1 MiB, of 20 MiB for blocks up to 10 MiB.
+SMALL_BYTES, SMALL_SEGMENT_BYTES, MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 1 << 20, 2 << 20, 10 << 20, 20 << 20
+
+_ROW = "prefix cache in RAM"
+
+
+@dataclass(frozen=True)
+class RamTier:
+    """RAM with the tier counted, and its row of the start-up table."""
+
+    memory: MemoryBudget
+    row: Decision
+
+
+def bytes_aside(case: Case) -> int:
+    """RAM that an explicit --prefix-cache-ram takes of a GPU's plan; 0 for auto, and if no pages can be kept. Raises
+    UsageError if it holds fewer than LEAST_RUNS runs."""
+    asked = case.options.cache.prefix_cache_ram
+    if not asked or _hindrance(case):
+        return 0
+    run_bytes, run_tokens = _run(case.need)
+    if asked < LEAST_RUNS * run_bytes:
+        least = LEAST_RUNS * run_bytes
+        raise UsageError(
+            f"--prefix-cache-ram {format_bytes(asked)} is too small: {LEAST_RUNS * run_tokens} tokens of {case.model}, "
+            f"the least that is kept, take {format_bytes(least)}.",
+            f"Use --prefix-cache-ram {size_flag(least)} or more, or 0 for none.",
+            param="prefix_cache_ram",
+        )
+    return asked
+
+
+def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int) -> RamTier:
+    """Add the tier to the RAM of a plan that was made with `bytes_aside` less. kv_bytes: the KV cache in VRAM."""
+    aside, asked = bytes_aside(case), case.options.cache.prefix_cache_ram
+    run_bytes, run_tokens = _run(case.need)
+    if aside:
+        row = _row(case, aside, f"as asked, {_pinned(gpu)}")
+        memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside, prefix_cache_bytes=aside)
+        return RamTier(memory, row)
+    if asked == 0:
+        return RamTier(memory, _none(case, "as asked"))
+    if why := _hindrance(case):
+        return RamTier(memory, _none(case, why))
+    if gpu.simulated:
+        why = "a simulated GPU's KV cache lies in RAM already; with a size it is kept all the same"
+        return RamTier(memory, _none(case, why))
+    limits = {
+        "what is left of RAM": memory.usable_bytes - memory.used_bytes,
+        f"{MOST_OF_KV} times the KV cache in VRAM": MOST_OF_KV * kv_bytes,
+        "a quarter of the free RAM": memory.free_bytes // SHARE_OF_FREE,
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    got = limits[limit]
+    if got < LEAST_RUNS * run_bytes:
+        why = f"no room: {limit} is {format_bytes(max(0, got))}, and {LEAST_RUNS * run_tokens} tokens take "
+        return RamTier(memory, _none(case, f"{why}{format_bytes(LEAST_RUNS * run_bytes)}"))
+    return RamTier(msgspec.structs.replace(memory, prefix_cache_bytes=got), _row(case, got, f"{limit}, {_pinned(gpu)}"))
+
+
+def none_on_cpu(case: Case) -> Decision:
+    """The row of a plan without a GPU."""
+    why = (
+        "as asked" if case.options.cache.prefix_cache_ram == 0 else "the KV cache lies in RAM already: see --kv-memory"
+    )
+    return _none(case, why)
+
+
+def too_large(case: Case, memory: MemoryBudget) -> UsageError:
+    """The error for an explicit size without which the plan is possible. memory: of the plan without it."""
+    asked, left = case.options.cache.prefix_cache_ram or 0, memory.usable_bytes - memory.used_bytes
+    fits = left >= LEAST_RUNS * _run(case.need)[0]
+    return UsageError(
+        f"--prefix-cache-ram {format_bytes(asked)} does not fit: of {format_bytes(memory.usable_bytes)} usable RAM, "
+        f"{case.model} leaves {format_bytes(max(0, left))}.",
+        f"Use --prefix-cache-ram {left >> 20}M or less, or leave it out." if fits else "Use --prefix-cache-ram 0.",
+        param="prefix_cache_ram",
+    )
+
+
+def copies_bytes(case: Case, need: Demand, spec: Model, kv_elem_bytes: int) -> int:
+    """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: for one tensor's part
+    of a run at a time."""
+    asked = case.options.cache
+    if not asked.prefix_cache or need.copy_bytes or (asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None):
+        return 0
+    part = _run(need)[1] * kv_elem_bytes * max((cache.elems_per_token for cache in spec.caches), default=0)
+    if part <= SMALL_BYTES:
+        return BUFFERS * SMALL_SEGMENT_BYTES
+    medium = MEDIUM_SEGMENT_BYTES if part <= MEDIUM_BYTES else -(-part // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return BUFFERS * (SMALL_SEGMENT_BYTES + medium)
+
+
+def _run(need: Demand) -> tuple[int, int]:
+    """Bytes and tokens of a run of pages."""
+    pages = run_pages(need.page_tokens)
+    return pages * need.page_bytes, pages * need.page_tokens
+
+
+def _hindrance(case: Case) -> str:
+    """Why no pages are kept, whatever was asked for; empty: nothing hinders."""
+    if not case.options.cache.prefix_cache:
+        return "the prefix cache is off"
+    if case.need.copy_bytes:
+        return "recurrent states are not kept in RAM, and prompts cannot continue without them"
+    return "" if case.need.page_bytes else "the model has no KV pages"
+
+
+def _pinned(gpu: Gpu) -> str:
+    how = "in the RAM of this simulated GPU's host" if gpu.simulated else "pinned as it fills"
+    return f"{how}; pages are copied there behind the steps"
+
+
+def _word(case: Case) -> str:
+    asked = case.options.cache.prefix_cache_ram
+    return "auto" if asked is None else format_bytes(asked)
+
+
+def _row(case: Case, got: int, why: str) -> Decision:
+    run_bytes, run_tokens = _run(case.need)
+    return Decision(_ROW, _word(case), f"{format_bytes(got)}: {got // run_bytes * run_tokens} tokens", why)
+
+
+def _none(case: Case, why: str) -> Decision:
+    return Decision(_ROW, _word(case), "none", why)

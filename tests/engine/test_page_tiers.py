@@ -1,0 +1,229 @@
+"""Runs of KV pages through RAM and files: the same bytes come back, from RAM if they are there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from proa.cache.files import FileStore
+from proa.cache.ram import RamStore
+from proa.engine.executors import restore_rates
+from proa.engine.executors.page_copies import PageCopies
+from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.executors.restore_rates import RestoreRates
+from proa.engine.executors.run_buffers import RunBuffers
+from proa.engine.scheduling.tiers import Restore, Store
+from proa.ops.caches import Caches, KvPages, LatentPages
+
+ROOT, RUN_PAGES, PAGES = b"root", 4, 24
+KINDS = [("ram",), ("files",), ("ram", "files")]
+
+
+def caches() -> Caches:
+    random = torch.Generator().manual_seed(1)
+
+    def pages(*shape: int) -> Tensor:
+        return torch.rand(PAGES, 16, *shape, generator=random).to(torch.bfloat16)
+
+    return (KvPages(pages(2, 8), pages(2, 8)),), (LatentPages(pages(20), 16),)
+
+
+def tensors(of: Caches) -> list[Tensor]:
+    return [tensor for layer in of for cache in layer for tensor in cache.page_tensors]
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def pages_of(number: int) -> list[int]:
+    return list(range(number * RUN_PAGES, (number + 1) * RUN_PAGES))
+
+
+@dataclass
+class Box:
+    """Tiers over pages, and their bytes at first. ram_runs: room in RAM."""
+
+    folder: Path
+    kinds: tuple[str, ...]
+    ram_runs: int = 10
+    pages: Caches = field(default_factory=caches)
+
+    def __post_init__(self) -> None:
+        self.before = [tensor.clone() for tensor in tensors(self.pages)]
+        copies = partial(PageCopies, self.pages, RUN_PAGES)
+        buffers = RunBuffers(copies().run_bytes, torch.device("cpu"))
+        self.files = FileStore(self.folder, ROOT, 1 << 20) if "files" in self.kinds else None
+        self.ram = RamStore(self.ram_runs * buffers.nbytes, buffers) if "ram" in self.kinds else None
+        self.tiers = PageTiers(ROOT, RUN_PAGES, copies, {0}, self.files, self.ram)
+
+    def store(self, *numbers: int) -> None:
+        for number in numbers:
+            job = Store(key_of(number), pages_of(number))
+            self.tiers.store(job)
+            _wait(job)
+
+    def restore(self, *numbers: int, skipped: int = 0) -> int:
+        """Restore these runs to pages that were cleared; returns how many pages came back, which must be right."""
+        to = [page for number in numbers for page in pages_of(number)][skipped:]
+        for tensor in tensors(self.pages):
+            tensor[to] = 0
+        job = Restore([key_of(number) for number in numbers], to, skipped)
+        self.tiers.restore(job)
+        _wait(job)
+        good = to[: job.num_pages]
+        for tensor, before in zip(tensors(self.pages), self.before, strict=True):
+            assert torch.equal(tensor[good], before[good])
+            tensor.copy_(before)
+        return job.num_pages
+
+
+def _wait(job: Store | Restore) -> None:
+    end = time.monotonic() + 20
+    while not job.done:
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
+def test_pages_come_back(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    box = Box(tmp_path, kinds)
+    box.store(0, 1, 2)
+    assert [box.tiers.has(key_of(number)) for number in range(4)] == [True, True, True, False]
+    assert [box.tiers.lacks(key_of(number)) for number in range(4)] == [False, False, False, True]
+    assert box.restore(0, 1, 2) == 12
+    assert box.restore(1, 2, skipped=3) == 5
+    assert box.restore(0, 5, 1) == 4
+    files, ram = box.tiers.file_stats(), box.tiers.ram_stats()
+    by_kind = {"ram": ram.restored_pages, "files": files.restored_pages}
+    assert by_kind.pop(kinds[0]) == 21
+    assert sum(by_kind.values()) == 0
+    assert (ram.written_runs, files.written_files) == (3 * ("ram" in kinds), 3 * ("files" in kinds))
+    assert (ram.stored_bytes > 0, files.stored_bytes > 0) == ("ram" in kinds, "files" in kinds)
+    assert ram.restored_bytes + files.restored_bytes == 6 * box.tiers._run_bytes
+    box.tiers.close()
+
+
+def test_runs_evicted_from_ram_come_from_files_and_return_to_ram(tmp_path: Path) -> None:
+    box = Box(tmp_path, ("ram", "files"), ram_runs=2)
+    box.store(0, 1, 2, 3)
+    assert box.tiers.ram_stats().evicted_runs == 2
+    assert box.restore(0, 1) == 8
+    assert box.tiers.file_stats().restored_pages == 8
+    assert box.tiers.ram_stats().restored_pages == 0
+    assert box.restore(0, 1) == 8
+    assert box.tiers.file_stats().restored_pages == 8
+    assert box.tiers.ram_stats().restored_pages == 8
+    assert (box.tiers.ram_stats().written_runs, box.tiers.file_stats().written_files) == (4, 4)
+    box.tiers.close()
+
+
+def test_a_restore_from_both_counts_both(tmp_path: Path) -> None:
+    box = Box(tmp_path, ("ram", "files"), ram_runs=2)
+    box.store(0, 1, 2)
+    assert box.restore(1, 0, 2) == 12
+    files, ram = box.tiers.file_stats(), box.tiers.ram_stats()
+    assert files.restored_pages + ram.restored_pages == 12
+    assert files.restored_pages >= 4
+    assert files.restore_bytes_per_s > 0
+    box.tiers.close()
+
+
+def test_a_run_that_only_files_lack_is_written_from_ram(tmp_path: Path) -> None:
+    box = Box(tmp_path, ("ram", "files"))
+    box.store(0)
+    for file in tmp_path.glob("*.kv"):
+        file.unlink()
+    assert box.files is not None
+    box.files._list()
+    assert box.tiers.has(key_of(0))
+    assert box.tiers.lacks(key_of(0))
+    for tensor in tensors(box.pages):
+        tensor[pages_of(0)] = 0  # must not be read again
+    box.store(0)
+    assert not box.tiers.lacks(key_of(0))
+    for tensor, before in zip(tensors(box.pages), box.before, strict=True):
+        tensor.copy_(before)
+    box.tiers.close()
+    again = Box(tmp_path, ("files",))
+    assert again.restore(0) == 4
+    again.tiers.close()
+
+
+def test_a_damaged_file_does_not_enter_ram(tmp_path: Path) -> None:
+    first = Box(tmp_path, ("files",))
+    first.store(0, 1)
+    first.tiers.close()
+    for file in tmp_path.glob("*.kv"):
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    box = Box(tmp_path, ("ram", "files"))
+    assert box.restore(0, 1) == 0
+    assert box.tiers.file_stats().bad_files >= 1
+    assert box.tiers.ram_stats().stored_bytes == 0
+    box.tiers.close()
+
+
+def test_ram_without_a_free_buffer_still_serves_files(tmp_path: Path) -> None:
+    first = Box(tmp_path, ("files",))
+    first.store(0, 1)
+    first.tiers.close()
+    box = Box(tmp_path, ("ram", "files"), ram_runs=1)
+    assert box.ram is not None
+    with box.ram.filling(key_of(99)):
+        assert box.restore(0, 1) == 8
+        box.store(2)
+        assert box.tiers.file_stats().written_files == 1
+    assert box.tiers.ram_stats().stored_bytes == 0
+    box.tiers.close()
+
+
+# Tokens take 1 ms each, a byte of RAM 1 us, one of files 100 us.
+@pytest.mark.parametrize(
+    ("ram", "files", "tokens", "good"),
+    [
+        (1000, 0, 2, True),
+        (3000, 0, 2, False),
+        (0, 1000, 99, False),
+        (0, 1000, 101, True),
+        (1000, 1000, 100, False),
+        (1000, 1000, 102, True),
+    ],
+)
+def test_each_tier_has_a_rate(ram: int, files: int, tokens: int, good: bool) -> None:
+    rates = RestoreRates()
+    assert rates.worthwhile({"ram": ram, "files": files}, tokens)
+    rates.learn(restore_rates.LEAST_PREFILL_TOKENS, restore_rates.LEAST_PREFILL_TOKENS * 1e-3)
+    assert rates.worthwhile({"ram": ram, "files": files}, tokens)
+    rates.restore["ram"].add(1e6, 1.0)
+    assert rates.worthwhile({"ram": 0, "files": 1 << 40}, tokens)
+    rates.restore["files"].add(1e4, 1.0)
+    assert rates.worthwhile({"ram": ram, "files": files}, tokens) == good
+    assert rates.refused == (not good)
+
+
+def test_one_of_many_refusals_restores() -> None:
+    rates = RestoreRates()
+    rates.learn(1000, 1e-6)
+    rates.restore["ram"].add(1, 1.0)
+    answers = [rates.worthwhile({"ram": 1000, "files": 0}, 1000) for _ in range(2 * restore_rates.TRY_EVERY)]
+    assert sum(answers) == 2
+
+
+def test_a_restore_that_fails_does_not_stop_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    box = Box(tmp_path, ("ram",))
+    box.store(0)
+    job = Restore([key_of(0)], [PAGES + 5] * RUN_PAGES)
+    box.tiers.restore(job)
+    _wait(job)
+    assert job.num_pages == 0
+    assert "could not be restored" in caplog.text
+    assert box.restore(0) == 4
+    box.tiers.close()
