@@ -123,12 +123,12 @@ def test_a_model_that_does_not_fit_is_refused_for_itself() -> None:
 @pytest.mark.parametrize(
     ("asked", "spec", "mib"),
     [
-        ({}, QWEN3_30B, 6),
+        ({}, QWEN3_30B, 78),
         ({"prefix_cache_ram": 0}, QWEN3_30B, 0),
         ({"prefix_cache": False}, QWEN3_30B, 0),
-        ({"prefix_cache_ram": 0, "prefix_cache_dir": "/x", "prefix_cache_disk": GIB}, QWEN3_30B, 6),
-        ({}, DENSE, 6),
-        ({"page_tokens": 256}, QWEN3_30B, 6),
+        ({"prefix_cache_ram": 0, "prefix_cache_dir": "/x", "prefix_cache_disk": GIB}, QWEN3_30B, 78),
+        ({}, DENSE, 66),
+        ({"page_tokens": 256}, QWEN3_30B, 78),
         ({}, NEXT, 0),
     ],
 )

@@ -104,15 +104,15 @@ def too_large(case: Case, memory: MemoryBudget) -> UsageError:
 
 
 def copies_bytes(case: Case, need: Demand, spec: Model, kv_elem_bytes: int) -> int:
-    """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: for one tensor's part
-    of a run at a time."""
+    """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: a run, and page
+    numbers."""
     asked = case.options.cache
     if not asked.prefix_cache or need.copy_bytes or (asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None):
         return 0
-    part = _run(need)[1] * kv_elem_bytes * max((cache.elems_per_token for cache in spec.caches), default=0)
-    if part <= SMALL_BYTES:
+    run = _run(need)[0]
+    if run <= SMALL_BYTES:
         return BUFFERS * SMALL_SEGMENT_BYTES
-    medium = MEDIUM_SEGMENT_BYTES if part <= MEDIUM_BYTES else -(-part // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    medium = MEDIUM_SEGMENT_BYTES if run <= MEDIUM_BYTES else -(-run // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return BUFFERS * (SMALL_SEGMENT_BYTES + medium)
 
 

@@ -1,12 +1,14 @@
 """Copies runs of KV pages between the caches and host memory. Never: which pages, files, requests.
 
 Called from threads other than the engine's. On a GPU each copies on a stream of its own: pages that are read were
-written by steps that the host has waited for, and pages that are written are used only by steps launched afterwards.
+written by steps that the host has waited for, and pages that are written are used only by steps launched afterwards. A
+run crosses PCIe in one copy, from or to a buffer in VRAM, and its launches, one for each tensor, are a graph: launched
+one by one they had a tenth of PCIe's rate, and made the engine's thread wait for Python's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,35 @@ from torch import Tensor
 from proa.ops.caches import Caches
 
 _ALIGNED_BYTES = 64  # parts of a buffer start at multiples
+
+
+def _at_once(launch: Callable[[], None]) -> None:
+    launch()
+
+
+class Repeated:
+    """Launches on the current stream that are the same each time, addresses included: the first time one by one, which
+    loads their kernels, then as a graph."""
+
+    def __init__(self) -> None:
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, launch: Callable[[], None]) -> None:
+        self._runs += 1
+        if self._runs == 1:
+            launch()
+            return
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.current_stream().synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+            self._graph = graph
+        self._graph.replay()
 
 
 class PageCopies:
@@ -33,6 +64,10 @@ class PageCopies:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.device = device
         self.run_bytes = sum(map(self._part_bytes, self._rows))
+        self._staged: Tensor | None = None  # uint8 [run_bytes] in VRAM, once it is needed
+        self._at: Tensor | None = None  # int64 [run_pages] in VRAM
+        self._gather = Repeated() if on_gpu else _at_once
+        self._scatter = Repeated() if on_gpu else _at_once
 
     def new_buffer(self) -> Tensor:
         """uint8 [run_bytes], pinned if the pages are on a GPU."""
@@ -42,23 +77,49 @@ class PageCopies:
     def read(self, pages: Sequence[int], into: Tensor) -> None:
         """Copy a run of pages to `into`, a buffer as new_buffer makes them; returns when they are there."""
         with torch.cuda.stream(self._stream):
-            at = torch.tensor(pages, device=self.device)
-            for rows, part in zip(self._rows, self._parts(into), strict=True):
-                if self._stream is None:
-                    torch.index_select(rows, 0, at, out=part)
-                else:
-                    part.copy_(rows.index_select(0, at), non_blocking=True)
+            at, run = self._numbers(pages), self._near(into)
+            self._gather(lambda: self._read_rows(at, run))
+            if run is not into:
+                into.copy_(run, non_blocking=True)
         self._finish()
 
     @torch.inference_mode()
     def write(self, source: Tensor, first: int, pages: Sequence[int]) -> None:
         """Copy the pages [first : first + len(pages)] of a run to `pages`; returns when they are there."""
         with torch.cuda.stream(self._stream):
-            at = torch.tensor(pages, device=self.device)
-            for rows, part in zip(self._rows, self._parts(source), strict=True):
-                wanted = part[first : first + len(pages)]
-                rows.index_copy_(0, at, wanted.to(self.device, non_blocking=True))
+            at, run = self._numbers(pages), self._near(source)
+            if run is not source:
+                run.copy_(source, non_blocking=True)
+            if len(pages) == self._run_pages:
+                self._scatter(lambda: self._write_rows(at, run, 0))
+            else:
+                self._write_rows(at, run, first)
         self._finish()
+
+    def _read_rows(self, at: Tensor, run: Tensor) -> None:
+        for rows, part in zip(self._rows, self._parts(run), strict=True):
+            torch.index_select(rows, 0, at, out=part)
+
+    def _write_rows(self, at: Tensor, run: Tensor, first: int) -> None:
+        for rows, part in zip(self._rows, self._parts(run), strict=True):
+            rows.index_copy_(0, at, part[first : first + len(at)])
+
+    def _numbers(self, pages: Sequence[int]) -> Tensor:
+        """The pages' numbers, int64, where the pages are; on a GPU always in the same memory."""
+        if self._stream is None:
+            return torch.tensor(pages)
+        if self._at is None:
+            self._at = torch.zeros(self._run_pages, dtype=torch.int64, device=self.device)
+        at = self._at[: len(pages)]
+        return at.copy_(torch.tensor(pages))
+
+    def _near(self, buffer: Tensor) -> Tensor:
+        """A buffer where the pages are: this one, or the one in VRAM."""
+        if self._stream is None:
+            return buffer
+        if self._staged is None:
+            self._staged = torch.zeros(self.run_bytes, dtype=torch.uint8, device=self.device)
+        return self._staged
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         """Views of the buffer: the part of each tensor, [run_pages, row]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -41,7 +42,10 @@ class RunBuffers:
             mapped = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ResourceError(f"no memory can be allocated ({os.strerror(error.errno or 0)}).") from error
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+        buffer.zero_()  # the driver would fault the pages in while it holds a lock that launches wait for
         if self._stream is not None:
             self._stream.synchronize()  # nothing is on it; gives this thread the device's context
             if why := pin(buffer.data_ptr(), self._mapped_bytes):
