@@ -88,7 +88,8 @@ if __name__ == "__main__":
     parser.add_argument("--format", default="int4")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--experts", default="auto", help="experts of each layer in VRAM")
+    parser.add_argument("--runs", type=int, default=2, help="pairs of runs, without and with the tier")
     given = parser.parse_args()
-    for size in (0, None, 0, None):
+    for size in (0, None) * given.runs:
         with tempfile.TemporaryDirectory(prefix="proa-shape-") as made:
             asyncio.run(measure(given, made, size))

@@ -1,4 +1,4 @@
-"""A step's inputs laid out for a GPU: one pinned block, copied in one transfer. Never: launching kernels."""
+"""A step's inputs laid out for a GPU: one block, copied at once. Never: launching kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.batch import Span
+from proa.engine.executors.host_block import HostBlock
 from proa.engine.executors.page_table import PageTable
 from proa.engine.executors.row_numbers import RowNumbers, ints
 from proa.ops.sizes import input_counts, input_starts
@@ -24,10 +25,10 @@ class DeviceInputs:
         self.rows, self._sequences = rows, sequences
         counts, starts = input_counts(rows, sequences, most_pages), input_starts(rows, sequences, most_pages)
         nbytes = starts[-1]
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._block = HostBlock((nbytes // 4,), torch.int32, device)
+        self._device = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        mine, theirs = _views(self._host, counts, starts), _views(self._device, counts, starts)
+        mine, theirs = (_views(of.view(torch.uint8), counts, starts) for of in (self._block.host, self._device))
         self._rows = RowNumbers(*mine[:3])
         self._q_starts, self._kv_lens, self._states = map(ints, mine[3:6])
         self._pages = PageTable(mine[6].view(sequences, most_pages))
@@ -52,7 +53,7 @@ class DeviceInputs:
 
     def copy(self) -> None:
         """Start the copy to the device on the current stream."""
-        self._device.copy_(self._host, non_blocking=True)
+        self._block.copy_to(self._device)
         if self._copied is not None:
             self._copied.record()
 

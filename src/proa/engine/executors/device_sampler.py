@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.engine.executors.host_block import HostBlock
 from proa.ops.device_table import DeviceOps
 from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks, floor_of, inverse_of
 from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT, mask_words
@@ -31,11 +32,10 @@ class DeviceSampler:
         most_edits: int = MOST_EDITS,
     ) -> None:  # fmt: skip
         """logprobs: for at least `rows` rows; may be used elsewhere between steps."""
-        pinned = device.type == "cuda"
         self._logprobs, self._ops = logprobs, ops
         self._space = DrawSpace(rows, vocab, min(MOST_KEPT, vocab), device)
         self._inputs = _Inputs(rows, vocab, device)
-        self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
+        self._host_edits = HostBlock((most_edits, EDIT_WORDS), torch.int32, device)
         self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
         self._saved = torch.zeros(most_edits, device=device)
         self._tallies: dict[str, LogitEdits] = {}
@@ -55,7 +55,7 @@ class DeviceSampler:
         if drawn:
             edits, saved = self._edits[: self._num_edits], self._saved
             if self._num_edits:
-                edits.copy_(self._host_edits[: self._num_edits], non_blocking=True)
+                self._host_edits.copy_to(self._edits, self._num_edits)
                 self._ops.edit(logits, edits, saved)
             self._ops.draw(logits, jobs, any(_kind(rows[i]) == CUT for i in drawn), self._space, tokens)
             if self._num_edits:
@@ -95,7 +95,7 @@ class DeviceSampler:
         tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
         self._left = set()
-        words = self._host_edits.numpy()
+        words = self._host_edits.host.numpy()
         for i, row in enumerate(rows):
             if not row.is_adjusted:
                 continue
@@ -112,28 +112,24 @@ class DeviceSampler:
 
 
 class _Inputs:
-    """Sampling parameters of the rows, as columns: one pinned block, copied in one transfer; and masks of the rows that
-    have a constraint, copied in another."""
+    """Sampling parameters of the rows, as columns: one block, copied at once; and masks of the rows that have a
+    constraint, in another."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         words = mask_words(vocab)
-        self._host_words = torch.zeros(rows, words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host_words = HostBlock((rows, words), torch.int32, device)
         self._words = torch.zeros(rows, words, dtype=torch.int32, device=device)
         rows = -(-rows // 4) * 4  # columns begin at multiples of 16 bytes: Triton compiles other alignments separately
         nbytes = rows * (4 * 8 + 6 * 4)
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._floats = self._host[: 32 * rows].view(torch.float64).view(4, rows).numpy()
-        self._ints = self._host[32 * rows :].view(torch.int32).view(6, rows).numpy()
-        self._theirs = (
-            self._device[: 32 * rows].view(torch.float64).view(4, rows),
-            self._device[32 * rows :].view(torch.int32).view(6, rows),
-        )
+        self._block = HostBlock((nbytes // 4,), torch.int32, device)
+        self._device = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
+        mine, self._theirs = (_columns(of, rows) for of in (self._block.host, self._device))
+        self._floats, self._ints = (part.numpy() for part in mine)
         self.explained = self._theirs[1][4]
 
     def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> DrawJobs:
         number, num_masks = len(drawn), 0
-        words = self._host_words.numpy()
+        words = self._host_words.host.numpy()
         for job, (i, row) in enumerate(drawn):
             s = row.sampling
             self._floats[:, job] = inverse_of(s.temperature), row.uniform(), s.top_p, s.min_p
@@ -144,12 +140,17 @@ class _Inputs:
                 num_masks += 1
         self._ints[4, : len(explained)] = explained
         if num_masks:
-            self._words[:num_masks].copy_(self._host_words[:num_masks], non_blocking=True)
-        self._device.copy_(self._host, non_blocking=True)
+            self._host_words.copy_to(self._words, num_masks)
+        self._block.copy_to(self._device)
         inverses, uniforms, top_p, min_p = self._theirs[0][:, :number]
         rows, kinds, top_k, floors = self._theirs[1][:4, :number]
         masks = Masks(self._theirs[1][5, :number], self._words)
         return DrawJobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p, masks)
+
+
+def _columns(block: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Views of int32 [14 * rows]: float64 [4, rows], and int32 [6, rows]."""
+    return block[: 8 * rows].view(torch.float64).view(4, rows), block[8 * rows :].view(6, rows)
 
 
 def _kind(row: Row) -> int:

@@ -24,6 +24,7 @@ from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark, Queue
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
+from proa.engine.executors.host_block import HostBlock
 from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
@@ -82,7 +83,7 @@ class GraphExecutor:
         self._heads: dict[int, Callable[[], None]] = {}
         self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool
         pinned = queue.device.type == "cuda"
-        self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
+        self._scored = HostBlock((limits.head_rows,), torch.int64, queue.device)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
         self._unfinished: list[GraphStep] = []  # steps in parts; the last one is advanced
         self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched
@@ -291,10 +292,10 @@ class GraphExecutor:
             return
         bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
         head = self._heads.get(bucket) or self._capture_head(bucket)
-        self._host_scored[:count] = torch.tensor(rows)
-        self._host_scored[count:bucket] = 0
+        self._scored.host[:count] = torch.tensor(rows)
+        self._scored.host[count:bucket] = 0
         self.clock.lap(Stage.INPUTS)
-        self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+        self._scored.copy_to(self._on.scored, bucket)
         if step.hidden is not None:
             self._on.bring(step.hidden, bucket)
         head()
