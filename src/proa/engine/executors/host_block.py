@@ -17,15 +17,18 @@ class HostBlock:
     """`host`: zeros of this shape and integer type, pinned for a GPU."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.host = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._seen = self.host.to(device)  # the host memory itself, unless it is empty
-        if device.type == "cuda" and self.host.numel():
-            self._seen = torch.as_tensor(_Mapped(self.host), device=device)
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(*shape, dtype=dtype, pin_memory=on_gpu)
+        # The same memory, as a tensor of the GPU. None: `copy_` is used, as no kernel is needed.
+        self._seen = torch.as_tensor(_Mapped(self.host), device=device) if on_gpu and self.host.numel() else None
 
     def copy_to(self, target: Tensor, count: int | None = None) -> None:
         """Start to copy the first `count` rows, by default all, to those of `target`, which has the block's type. The
         host memory must not change before that was done."""
-        torch.bitwise_or(self._seen[:count], 0, out=target[:count])
+        if self._seen is None:
+            target[:count].copy_(self.host[:count])
+        else:
+            torch.bitwise_or(self._seen[:count], 0, out=target[:count])
 
 
 class _Mapped:
