@@ -209,17 +209,22 @@ def test_short_prompts_overtake_a_long_one(
             torch.testing.assert_close(*logprobs, atol=1e-4 if kind == "torch" else 0.2, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cancelled", ["long", "short", "both"])
-def test_a_cancelled_prompt_of_two_in_turns(kind: str, cancelled: str, load: Callable[[str, str], Loaded]) -> None:
-    case = case_of(load(kind, "qwen3-next"), durations=(1.0, 2.0), over_rows=8)
-    decode(case, 2, 60)
+def begin_both(case: Case) -> None:
+    """Compute some blocks of a prompt "long", and then some of a prompt "short" that overtakes it."""
     case.engine.submit(request("long", prompt(30), 5))
     while not case.engine._turns.progress():
         case.engine.step()
     case.engine.submit(request("short", prompt(7, 3), 5))
     while case.engine.scheduler.over is None or len(case.engine._turns.progress()) < 2:
         case.engine.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cancelled", ["long", "short", "both"])
+def test_a_cancelled_prompt_of_two_in_turns(kind: str, cancelled: str, load: Callable[[str, str], Loaded]) -> None:
+    case = case_of(load(kind, "qwen3-next"), durations=(1.0, 2.0), over_rows=8)
+    decode(case, 2, 60)
+    begin_both(case)
     for name in ("long", "short") if cancelled == "both" else (cancelled,):
         case.engine.abort(name)
     events = finish_all(case.engine)
@@ -237,12 +242,7 @@ def test_a_cancelled_prompt_of_two_in_turns(kind: str, cancelled: str, load: Cal
 def test_nan_in_a_prompt_that_overtakes(load: Callable[[str, str], Loaded]) -> None:
     case = case_of(load("sim", "qwen3-moe"), durations=(1.0, 2.0), over_rows=8)
     decode(case, 1, 60)
-    case.engine.submit(request("long", prompt(30), 5))
-    while not case.engine._turns.progress():
-        case.engine.step()
-    case.engine.submit(request("short", prompt(7, 3), 5))
-    while case.engine.scheduler.over is None or len(case.engine._turns.progress()) < 2:
-        case.engine.step()
+    begin_both(case)
     poison(case, "short", 0)  # its first block is computed
     ends = {name: events[-1] for name, events in finish_all(case.engine).items()}
     assert {name: end.finish for name, end in ends.items()} == {"d0": "length", "long": "length", "short": "error"}
