@@ -37,10 +37,7 @@ QUANTISED = [name for name, config in CONFIGS.items() if "quantization_config" i
 FORMATS_PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
 # Models that docs/formats.md lists, but whose published config.json could not be found to be tested.
-NOT_FOUND = {
-    "ERNIE-4.5-300B-A47B", "GLM-4.6", "Granite-3.1-1B-A400M", "Granite-3.1-3B-A800M", "MiniMax-M2.1",
-    "Qwen3-Coder-Next",
-}  # fmt: skip
+NOT_FOUND = {"MiniMax-M2.1", "Qwen3-Coder-Next"}
 
 # Published numbers whose last digit is cut off instead of rounded: 142.8 billion parameters are called 142B.
 CUT_OFF = {"rednote-hilab/dots.llm1.base"}
@@ -64,7 +61,10 @@ CACHES = {
     "mistralai/Mixtral-8x22B-v0.1": (65536, 229376),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (262144, 24576),
     "zai-org/GLM-4.5-Air": (131072, 188416),
+    "zai-org/GLM-4.6": (202752, 376832),
     "zai-org/GLM-4.7": (202752, 376832),
+    "baidu/ERNIE-4.5-300B-A47B-PT": (131072, 221184),
+    "ibm-granite/granite-3.1-1b-a400m-instruct": (131072, 49152),
     "MiniMaxAI/MiniMax-M2": (196608, 253952),
     "MiniMaxAI/MiniMax-M2 as changed for transformers 5": (196608, 253952),
     "rednote-hilab/dots.llm1.base": (32768, 1015808),
@@ -211,11 +211,15 @@ def test_routers() -> None:
         "Qwen3-Next-80B-A3B": {(512, 10, 512, True, True)},
         "GLM-4.5": {(160, 8, 1536, True, False)},
         "GLM-4.5-Air": {(128, 8, 1408, True, False)},
+        "GLM-4.6": {(160, 8, 1536, True, False)},
         "GLM-4.7": {(160, 8, 1536, True, False)},
         "MiniMax-M2": {(256, 8, 1536, True, False)},
         "MiniMax-M2.5": {(256, 8, 1536, True, False)},
         "MiniMax-M2.7": {(256, 8, 1536, True, False)},
         "ERNIE-4.5-21B-A3B": {(64, 6, 1536, True, False)},
+        "ERNIE-4.5-300B-A47B": {(64, 8, 3584, True, False)},
+        "Granite-3.1-1B-A400M": {(32, 8, 512, True, False)},
+        "Granite-3.1-3B-A800M": {(40, 8, 512, True, False)},
         "dots.llm1": {(128, 6, 1408, True, False)},
         "DeepSeek-V2": {(160, 6, 1536, False, False)},
         "DeepSeek-V2.5": {(160, 6, 1536, False, False)},

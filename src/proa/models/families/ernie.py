@@ -19,7 +19,7 @@ NAMES = NameTable(
 
 def ernie4_5_moe(c: Reader) -> tuple[Model, NameTable]:
     c.expect("use_bias", False)
-    c.expect("moe_gate", "topk")
+    c.expect("moe_gate", "topk", "topk_fused")  # the latter, in the 300B models, names a kernel of the same rule
     c.expect("moe_use_aux_free", True)
     c.ignore("only for training and MTP", "moe_capacity", "num_nextn_predict_layers")
     mixer = attention(c, theta=5e5)
