@@ -143,7 +143,7 @@ class AsyncLLM:
         )
         tokenizer = await asyncio.to_thread(source.load_tokenizer)
         answers = source.answers(tokenizer)  # may raise: before the engine is started
-        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread)
+        launch = partial(EngineClient.launch, prepared.plan, own_thread=own_thread, joins=True)
         first = await launch(process=early.take())
         engine: EngineHandle = RestartingEngine(first, launch) if restart else first
         try:

@@ -26,7 +26,8 @@ class Process:
         return 0
 
 
-def test_events_come_with_their_steps_stats() -> None:
+def taken(joins: bool) -> list[tuple[list[int], int]]:
+    """Send STEPS steps of one request at once; return each event's tokens with the stats' number of steps."""
     messages: list[Any] = [
         Tokens(
             [TokenEvent(id="r", tokens=[step], finish="length" if step == STEPS else None)],
@@ -35,15 +36,15 @@ def test_events_come_with_their_steps_stats() -> None:
         for step in range(1, STEPS + 1)
     ]
 
-    async def go() -> list[tuple[int, int]]:
+    async def go() -> list[tuple[list[int], int]]:
         mine, its = socket.socketpair()
         _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
-        client = EngineClient(Process(), end)  # type: ignore[arg-type]
+        client = EngineClient(Process(), end, joins=joins)  # type: ignore[arg-type]
         engine = Channel(EngineEnd(its))
         for message in messages:
             engine.send(message)  # all have arrived when the first is taken
         request = EngineRequest(id="r", tokens=[1], sampling=Sampling(max_tokens=STEPS))
-        seen = [(event.tokens[0], client.stats.scheduler.steps) async for event in client.generate(request)]
+        seen = [(event.tokens, client.stats.scheduler.steps) async for event in client.generate(request)]
         asked = engine.receive()
         assert isinstance(asked, Submit)
         assert asked.request == request
@@ -51,4 +52,12 @@ def test_events_come_with_their_steps_stats() -> None:
         engine.close()
         return seen
 
-    assert asyncio.run(go()) == [(step, step) for step in range(1, STEPS + 1)]
+    return asyncio.run(go())
+
+
+def test_events_come_with_their_steps_stats() -> None:
+    assert taken(joins=False) == [([step], step) for step in range(1, STEPS + 1)]
+
+
+def test_a_frontend_that_is_behind_gets_the_steps_in_one_event() -> None:
+    assert taken(joins=True) == [(list(range(1, STEPS + 1)), STEPS)]

@@ -24,6 +24,7 @@ from proa.engine.ipc import (
 )
 from proa.engine.processes.aside import Aside
 from proa.engine.processes.handle import EngineState
+from proa.engine.processes.mailbox import Mailbox, joined
 from proa.engine.processes.process import EngineProcess
 from proa.engine.processes.wire import FrontendEnd
 from proa.engine.stats import Stats
@@ -39,7 +40,9 @@ LAST_MESSAGE_SECONDS = 0.5  # wait after the process exits: its Failed message m
 class EngineClient:
     """An EngineHandle whose engine is a child process."""
 
-    def __init__(self, process: EngineProcess, end: FrontendEnd, own_thread: bool = False) -> None:
+    def __init__(
+        self, process: EngineProcess, end: FrontendEnd, own_thread: bool = False, *, joins: bool = False
+    ) -> None:
         self.state: EngineState = "loading"
         self.loading: Loading | None = None
         self.failure: ProaError | None = None
@@ -47,21 +50,23 @@ class EngineClient:
         self._process = process
         self._ended = asyncio.Event()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
+        self._streams: dict[str, Mailbox] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._end, self._own_thread, self._aside = end, own_thread, Aside()
-        end.take = self._take
+        end.take, end.takes_all, self._joins = self._take, joins, joins
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
     async def launch(
-        cls, plan: Plan, *, own_thread: bool = False, process: EngineProcess | None = None
-    ) -> EngineClient:  # fmt: skip
+        cls, plan: Plan, *, own_thread: bool = False, joins: bool = False, process: EngineProcess | None = None
+    ) -> EngineClient:
         """Send the plan to `process`, by default a new one, and return without waiting for the model.
 
         process: this client's from now on; if it has ended already, the state becomes "failed". own_thread: the event
         loop's thread belongs to this client alone, so its CPU affinity may be changed while requests run (see Aside).
+        joins: a request's events of several steps that wait are yielded as one, so that a frontend which is slower than
+        the engine keeps up; otherwise each step's events are yielded while `stats` are those of the same step.
         """
         process = process or EngineProcess()
         try:
@@ -69,7 +74,7 @@ class EngineClient:
         except BaseException:
             process.end()
             raise
-        client = cls(process, end, own_thread)
+        client = cls(process, end, own_thread, joins=joins)
         client._send(Start(plan))
         return client
 
@@ -85,18 +90,18 @@ class EngineClient:
             raise self.failure.again()
         if self.state == "stopped":
             raise EngineDead("The engine was stopped.")
-        events: asyncio.Queue[TokenEvent | ProaError] = asyncio.Queue()
-        self._streams[request.id] = events
+        mailbox = self._streams[request.id] = Mailbox()
         done = False
         try:
             self._aside.listen()
             self._send(Submit(request))
             while not done:
-                event = await events.get()
-                done = isinstance(event, ProaError) or event.finish is not None
-                if isinstance(event, ProaError):
-                    raise event
-                yield event
+                events = await mailbox.take()
+                for event in joined(events) if self._joins and len(events) > 1 else events:
+                    done = isinstance(event, ProaError) or event.finish is not None
+                    if isinstance(event, ProaError):
+                        raise event
+                    yield event
         finally:
             del self._streams[request.id]
             if not self._streams:
@@ -138,13 +143,13 @@ class EngineClient:
                 self.stats = stats
                 for event in events:
                     if event.id in self._streams:
-                        self._streams[event.id].put_nowait(event)
+                        self._streams[event.id].put(event)
             case Stats():
                 self.stats = message
             case Refused(request_id):
                 if request_id in self._streams:
                     error = error_from_wire(message.error, message.message, message.remedy, message.param)
-                    self._streams[request_id].put_nowait(error)
+                    self._streams[request_id].put(error)
             case Loading():
                 self.loading = message
             case Ready():
@@ -168,8 +173,8 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(failure)
             self._ready.exception()  # marks it as retrieved: asyncio logs no error if wait_ready() was never called
-        for request_id, events in self._streams.items():
-            events.put_nowait(TokenEvent(id=request_id, finish="abort") if finish else failure.again())
+        for request_id, mailbox in self._streams.items():
+            mailbox.put(TokenEvent(id=request_id, finish="abort") if finish else failure.again())
 
 
 def _explain_exit(code: int) -> tuple[str, str]:

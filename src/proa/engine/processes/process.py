@@ -9,22 +9,24 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from proa.config.env import child_environ
 
-_COMMAND = ("-m", "proa.engine.processes.worker")
+WORKER = ("-m", "proa.engine.processes.worker")
 
 
 class EngineProcess:
     """A running engine process and the frontend's end of its socket. It waits for Start, and ends when its standard
     input closes, so with this process at the latest."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = WORKER) -> None:
+        """command: Python's arguments, to which the number of the engine's end of the socket is added."""
         self.socket, its = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *_COMMAND, str(its.fileno())],
+                [sys.executable, *command, str(its.fileno())],
                 stdin=subprocess.PIPE, start_new_session=True, env=child_environ(), pass_fds=(its.fileno(),),
             )  # fmt: skip
         except BaseException:

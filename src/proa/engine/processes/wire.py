@@ -105,10 +105,15 @@ class EngineEnd:
 
 
 class FrontendEnd(asyncio.Protocol):
-    """The frontend's asyncio end. Calls `take` with each frame; set it before the engine's first message."""
+    """The frontend's asyncio end. Calls `take` with each frame; set it before the engine's first message.
+
+    takes_all: all frames that have arrived are taken in one iteration of the event loop. Otherwise one is, and tasks
+    that it wakes run before the next.
+    """
 
     def __init__(self) -> None:
         self.take: Callable[[bytes], None]
+        self.takes_all = False
         self._frames = Frames()
         self._transport: asyncio.Transport
         self._busy = False
@@ -136,8 +141,9 @@ class FrontendEnd(asyncio.Protocol):
             return
         try:
             self.take(self._frames.take())
+            while self.takes_all and self._frames.has_next:
+                self.take(self._frames.take())
         except BaseException:
             self._transport.abort()  # the engine reads end-of-file and ends; the client sees its exit
             raise
-        # Tasks woken by this frame run before the next frame is taken.
         asyncio.get_running_loop().call_soon(self._next)

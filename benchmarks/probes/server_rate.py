@@ -1,0 +1,113 @@
+"""What does the server itself cost for each token, and how many tokens per second does its one thread pass on?
+
+A scripted engine (scripted_engine.py) gives every stream a token per step. Slow steps show the CPU time of an idle
+server for each token; steps without a pause show the highest rate.
+
+    python benchmarks/probes/server_rate.py [--model demo] [--streams 64] [--tokens 128] [--rounds 5] [--chat]
+
+The client is a process of its own that reads bytes and parses nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from server_cost import clients, prompt
+
+from proa.config.options import EngineOptions, ServerOptions
+from proa.config.parse import from_keywords
+from proa.engine.processes.early import EarlyProcess
+from proa.engine.processes.process import EngineProcess
+from proa.llm import AsyncLLM
+from proa.plan.prepare import prepare
+from proa.server.listen import bind
+from proa.server.run import Shutdown, serve_on
+from proa.text.tokenizer import Tokenizer
+
+SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
+TEXT = "The river carried the old boat past seven quiet windows, and under the bridge the copper light was moving. "
+SLOW_MS = 50.0
+
+
+class ScriptedProcess(EarlyProcess):
+    def __init__(self, step_ms: float, text: list[int]) -> None:
+        super().__init__()
+        self._command = (SCRIPT, str(step_ms), ",".join(map(str, text)))
+
+    def take(self) -> EngineProcess:
+        return EngineProcess(self._command)
+
+
+def request(tokens: int, *, chat: bool) -> bytes:
+    asked = {"messages": [{"role": "user", "content": prompt()}]} if chat else {"prompt": prompt()}
+    content = json.dumps({"max_tokens": tokens, "ignore_eos": True, "stream": True, **asked}).encode()
+    path = "chat/completions" if chat else "completions"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n"
+    return head.encode() + b"content-type: application/json\r\n\r\n" + content
+
+
+async def measure(asked: argparse.Namespace, step_ms: float) -> None:
+    listener, ready = bind("127.0.0.1", 0), asyncio.Event()
+
+    async def launch(progress: Callable[[str, int, int], None]) -> AsyncLLM:
+        options = from_keywords(EngineOptions, max_running=asked.streams, gpu="none")
+        prepared = await asyncio.to_thread(prepare, asked.model, options)
+        text = Tokenizer.load(prepared.checkpoint.tokenizer_path, None).encode(TEXT, add_special_tokens=False)
+        made = await AsyncLLM.launch_prepared(prepared, options, early=ScriptedProcess(step_ms, text))
+        await made.engine.wait_ready()
+        ready.set()
+        return made
+
+    shutdown = Shutdown()
+    serving = asyncio.create_task(serve_on(listener, launch, asked.model, ServerOptions(), lambda text: None, shutdown))
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=clients, args=(listener.getsockname()[1], theirs))
+    process.start()
+    try:
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            return
+        await asyncio.sleep(1.0)
+        rates, cpu_us = list[float](), list[float]()
+        for number in range(asked.rounds + 1):
+            before_s = time.process_time()
+            mine.send([request(asked.tokens, chat=asked.chat) for _ in range(asked.streams)])
+            _, seconds = await asyncio.to_thread(mine.recv)
+            if number:
+                rates.append(asked.streams * asked.tokens / seconds)
+                cpu_us.append(1e6 * (time.process_time() - before_s) / asked.streams / asked.tokens)
+        print(
+            f"steps of {step_ms:g} ms: {statistics.median(rates):7.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), "
+            f"server {statistics.median(cpu_us):6.1f} us of CPU per token ({min(cpu_us):.1f} to {max(cpu_us):.1f})",
+            flush=True,
+        )
+    finally:
+        mine.send(None)
+        shutdown.request()
+        await serving
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chat", action="store_true", help="by /v1/chat/completions")
+    asked = parser.parse_args()
+    for step_ms in (SLOW_MS, 0.0):
+        asyncio.run(measure(asked, step_ms))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
