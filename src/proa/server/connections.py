@@ -19,6 +19,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from proa.server.gathered_writes import GatheringTransport
+
 log = logging.getLogger(__name__)
 
 HEAD_S = 20.0  # from the connection, or the first byte on a kept connection, to the end of a request's head
@@ -89,7 +91,7 @@ class Connection(H11Protocol):
             return
         self._opened.all.add(self)
         self._opened.waiting[self] = None
-        super().connection_made(transport)
+        super().connection_made(GatheringTransport(transport))
         self._expect(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
