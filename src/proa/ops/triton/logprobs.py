@@ -40,7 +40,7 @@ def _top_of_part(logits, row_stride, vocab, rows, top, parts, count, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["count"])
-def _row_logprobs(
+def _explain(
     logits, row_stride, vocab, rows, tokens, keys, masses, top, ids, logprobs, parts, count, PARTS: tl.constexpr
 ):  # fmt: skip
     job = tl.program_id(0).to(tl.int64)
@@ -86,7 +86,7 @@ def row_logprobs(
         return
     vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
     _top_of_part[(number, parts)](logits, stride, vocab, rows, workspace, parts, count, BLOCK=COLUMNS)
-    _row_logprobs[(number,)](
+    _explain[(number,)](
         logits, stride, vocab, rows, tokens, space.keys, space.masses, workspace, ids, logprobs, parts, count,
         PARTS=triton.next_power_of_2(parts), num_warps=1,
     )  # fmt: skip
@@ -97,4 +97,4 @@ def variants() -> Iterator[Variant]:
     rows = {"logits": "*fp32", "rows": "*i32", "top": "*i64", **sizes}
     yield Variant(_top_of_part, rows, {"BLOCK": COLUMNS})
     more = {"tokens": "*i32", "keys": "*i64", "masses": "*i64", "ids": "*i32", "logprobs": "*fp32"}
-    yield Variant(_row_logprobs, {**rows, **more}, {"PARTS": 128}, warps=1)
+    yield Variant(_explain, {**rows, **more}, {"PARTS": 128}, warps=1)
