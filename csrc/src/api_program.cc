@@ -148,8 +148,8 @@ int proa_program_add_rms_norm(proa_program* program, const void* x, int64_t x_st
                               int64_t groups, int64_t width, float eps, void* out, int64_t out_stride, float offset,
                               int64_t apart) {
     return add(program, [&] {
-        check_width(groups, "The number of groups"), check_width(width, "The width"),
-            check_width(apart + 1, "The distance between groups, plus 1,");
+        check_width(groups, "The number of groups"), check_width(width, "The width");
+        require(apart >= 0 && apart < 1 << 24, "The distance between groups must be 0 to 2^24 - 1.");
         require(weight, "The norm's weight is a null pointer.");
         const int64_t all = groups * width;
         return proa::RmsNorm{rows_in(x, x_stride, all),
