@@ -71,7 +71,9 @@ WAYS = ["kernel", *(pytest.param(way, marks=pytest.mark.gpu) for way in ("memops
 @pytest.mark.parametrize("doorbell", WAYS)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
-    ("number", "says"), [(END_A_WORKER, "a worker thread"), (signal.SIGKILL, "SIGKILL")], ids=["worker", "process"]
+    ("number", "says"),
+    [(END_A_WORKER, "worker thread of the CPU pool"), (signal.SIGKILL, "SIGKILL")],
+    ids=["worker", "process"],
 )
 def test_death_under_load(
     gpu: str, number: int, says: str, doorbell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
