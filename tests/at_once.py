@@ -22,7 +22,7 @@ def beside_others(alone: bool) -> Iterator[None]:
     """A test runs; `alone`: it has waited for the others to end, and none begins before it ends."""
     turn, running = os.open(__file__, os.O_RDONLY), os.open(FOLDER, os.O_RDONLY)
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # so that whoever waits is next
+        fcntl.flock(turn, fcntl.LOCK_EX)  # so that a test that waits to run alone is next
         fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)
         yield

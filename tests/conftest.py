@@ -116,7 +116,7 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
 
 @pytest.fixture
 def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str]]], list[int]]:
-    """Of a table inside a test, the rows to try: all, or a sample that has every value of every key."""
+    """The rows of a table inside a test to try: all, or a sample that has every value of every key."""
     seed = request.config.option.sample
     return lambda rows: (
         list(range(len(rows))) if seed is None else sample.covering(rows, f"{seed} {request.node.nodeid}")
@@ -131,7 +131,7 @@ def sampled(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton's kernels run: on the GPU where there is one, else in Triton's interpreter."""
+    """The device that Triton's kernels run on: the GPU if there is one, else the CPU, in Triton's interpreter."""
     if HAVE_GPU:
         return torch.device("cuda")
     from interpreter import repair

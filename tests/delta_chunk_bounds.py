@@ -73,8 +73,8 @@ def inverted(lower: Near) -> Near:
 
 
 def chunk_errors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the rows [T, heads, ...] of one chunk, which begins with the state [heads, key_dim, value_dim]: lengths of
-    errors of what is seen [T, heads], and of the state after it [heads]."""
+    """Bound the errors of the rows [T, heads, ...] of a chunk, which begins with the state [heads, key_dim, value_dim]:
+    lengths of the errors of the outputs [T, heads], and of the state after it [heads]."""
     rows = len(q)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     beta, total = beta.t(), -rate.t().cumsum(1)

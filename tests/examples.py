@@ -10,7 +10,7 @@ _ALL = 100  # what hypothesis' own profiles make
 
 
 def fewer() -> None:
-    """Reduce all laws to PERCENT of their examples: those that call `examples`, and those that name no number. Call it
+    """Reduce all laws to PERCENT of their examples: those that call `examples`, and those that give no count. Call it
     before tests are imported."""
     settings.register_profile(SAMPLE, max_examples=PERCENT)
     settings.load_profile(SAMPLE)

@@ -1,4 +1,4 @@
-"""Whether a GPU is here; a module of its own, since there are several files named conftest.py."""
+"""HAVE_GPU: True if the machine has a GPU. A separate module, since there are several files named conftest.py."""
 
 from __future__ import annotations
 

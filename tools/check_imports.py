@@ -37,7 +37,7 @@ NO_TORCH = (
     "engine/processes/client", "engine/processes/early", "engine/processes/process", "engine/processes/worker",
 )  # fmt: skip
 
-# Started as processes of their own, so they may import torch, and nobody may import them.
+# Started as separate processes, so they may import torch, and no module may import them.
 TORCH_PROCESSES = ("bench/gpu_ceilings",)
 
 
@@ -88,7 +88,7 @@ def problems(path: Path) -> Iterator[str]:
         if parts[0] != "proa" or len(parts) == 1:
             continue
         if "/".join(parts[1:3]) in TORCH_PROCESSES:
-            yield f"{own}.py:{line}: {module} is a process, nobody imports it"
+            yield f"{own}.py:{line}: {module} is run as a process; no module may import it"
         if parts[1:3] == ["ops", "triton"] and package != "ops":
             yield f"{own}.py:{line}: only proa.ops imports kernels; call them by a table of ops"
         target = parts[1]

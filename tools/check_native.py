@@ -1,8 +1,8 @@
-"""csrc is laid out by clang-format, and its instruction sets cannot leak. Run: python tools/check_native.py
+"""csrc is formatted by clang-format, and its instruction sets cannot leak. Run: python tools/check_native.py
 
-An object file that was compiled for AVX-512 may define nothing that the linker could choose for somebody else: where
-two files define the same inline function, one copy is kept for both, and a CPU without AVX-512 dies of it. Nor may it
-run code when the library is loaded. So every object of src/isa defines one global symbol, its table, and no
+An object file that was compiled for AVX-512 may define nothing that the linker could use for other files: if two files
+define the same inline function, one copy is kept for both, and a CPU without AVX-512 crashes in it. Nor may it run code
+when the library is loaded. So every object of src/isa defines one global symbol, its table, and no
 constructor; and the library exports the functions of its C interface only. Needs what `make native` built.
 """
 
@@ -42,7 +42,7 @@ def object_problems(path: Path) -> Iterator[str]:
     tables = [symbol for letter, symbol in linkable if letter in "BDRS"]
     others = [f"{symbol} ({letter})" for letter, symbol in linkable if letter not in "BDRS"]
     if others:
-        yield f"isa/{name}: the linker may give others its {', '.join(others)}; use the anonymous namespace"
+        yield f"isa/{name}: the linker may link its {', '.join(others)} elsewhere; use the anonymous namespace"
     if len(tables) != 1:
         yield f"isa/{name}: defines {len(tables)} global tables instead of one: {', '.join(tables)}"
     for _, symbol in symbols(path):

@@ -74,7 +74,7 @@ def python_problems(path: Path) -> Iterator[str]:
 
 
 def kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Of Triton: it takes addresses, strides and sizes one by one."""
+    """True for a Triton kernel: it takes addresses, strides and sizes one by one."""
     return any(ast.unparse(decorator).split("(")[0] == "triton.jit" for decorator in node.decorator_list)
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the native test of arenas on a pretended machine with four NUMA nodes: two ordinary ones, one of memory alone
-# (as CXL shows itself) and one of CPUs alone: without and with reserved huge pages, and in a control group that grants
-# little memory, where the kernel kills whoever takes more.
+# Runs the native test of arenas on an emulated machine with four NUMA nodes: two ordinary ones, one with memory only (as
+# CXL appears) and one with CPUs only: without and with reserved huge pages, and in a control group with a low memory
+# limit, where the kernel kills a process that allocates more.
 #
 #   sh tools/numa_in_qemu.sh [kernel image, such as /boot/vmlinuz-6.1.0-amd64]
 #

@@ -1,9 +1,9 @@
 #!/bin/sh
 # The doorbell's kernels on a GPU under compute-sanitizer, a few steps each. BIN: a Python environment (.venv/bin by
 # default). Needs no network; compute-sanitizer is of the CUDA toolkit, or of the package nvidia-cuda-sanitizer-api.
-#   memcheck   what kernels read and write is theirs, each way to ring; without torch's cache every tensor has an end
-#   initcheck  nothing is read that nobody wrote       racecheck, synccheck  shared memory and barriers of push and pull
-# Times of answers are not looked at: kernels are many times slower here.
+#   memcheck   kernels stay within their tensors, for each way to ring; without torch's cache every tensor has its bounds
+#   initcheck  no read of memory that was not written  racecheck, synccheck  shared memory and barriers of push and pull
+# Times of answers are not checked: kernels are many times slower under a sanitizer.
 set -eu
 cd "$(dirname "$0")/.."
 BIN=${BIN:-.venv/bin}

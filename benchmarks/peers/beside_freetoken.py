@@ -242,7 +242,7 @@ def _end_of(log: Path) -> str:
 
 
 def by_requests(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Of Proa's results (their figures are meant) or FreeToken's rows."""
+    """Index the figures of Proa's results, or FreeToken's rows, by the number of requests."""
     flat = [row.get("figures", row) for row in rows]
     return {int(row["requests"]): row for row in flat}
 

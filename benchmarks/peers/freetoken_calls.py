@@ -49,7 +49,7 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Of the cache, as FreeToken counts them. Raises UsageError."""
+        """Slots of the cache, as FreeToken counts them. Raises UsageError."""
         experts = self.shape.experts
         found = ceil(experts * self.shape.layers * self.cache_share)
         if found < experts:  # it reads prompts a layer at a time
@@ -70,7 +70,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Misses:
-    """Of one layer and step, on average: experts wanted, and where those come from that the cache does not have."""
+    """Averages over layers and steps: experts wanted, and where those come from that the cache does not have."""
 
     wanted: float
     fetched: float
@@ -82,7 +82,7 @@ class Misses:
 
 
 def module(name: str) -> Any:
-    """Of the package. Raises UsageError."""
+    """Import a module of the package. Raises UsageError."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
@@ -158,7 +158,7 @@ def _columns(weight: torch.Tensor) -> int:
 
 
 def _size(name: str) -> float:
-    """Of what it computes, where its input is about 1."""
+    """Size of the results of a layer with this weight, whose input is about 1."""
     return _SMALL if "o_proj" in name or name.startswith("down") else 1.0
 
 

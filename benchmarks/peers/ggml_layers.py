@@ -154,7 +154,7 @@ class Cell:
         self._ggml.backend_graph_compute(self._ggml.backend, self._graphs[number % len(self._graphs)][0])
 
     def result(self) -> npt.NDArray[np.float32]:
-        """Of the call before."""
+        """The result of the last call."""
         rows = np.empty(self._rows, np.float32)
         self._ggml.backend_tensor_get(self._graphs[0][1], rows.ctypes.data, 0, rows.nbytes)
         return rows

@@ -157,8 +157,8 @@ def _row(options: Options, shape: ModelShape, found: Sequence[Decoded], misses: 
 
 
 def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
-    """Of its own bench, in a process of its own: the engine wants a GPU that nothing has touched. It also leaves the
-    profile that the engine reads."""
+    """Rates of FreeToken's own bench, in a separate process: the engine needs a GPU that is not in use yet. The bench also
+    writes the profile that the engine reads."""
     numbers = [options.threads] if options.threads else thread_candidates(len(os.sched_getaffinity(0)))
     out = kept / "rates.json"
     script = Path(__file__).with_name("freetoken_rates.py")

@@ -30,7 +30,7 @@ KV_TYPES = {"bf16": BF16, "fp8": torch.float8_e4m3fn}
 
 
 def microseconds(calls: list[Callable[[], None]]) -> float:
-    """Of one call, the median of ten replays of a graph that makes all of them a few times."""
+    """Time of one call: the median of ten replays of a graph that makes all of them a few times."""
     rounds = max(1, 40 // len(calls))
     for call in calls:
         call()  # compiles; on the stream that fills the caches: another one would not wait for them

@@ -120,7 +120,7 @@ def kernels(shape: ChunkTile) -> None:
 
 
 def agreement(shape: ChunkTile) -> None:
-    """Of both forms, after a prompt: how far apart they are, relative to their lengths."""
+    """Print how far apart both forms are after a prompt, relative to their lengths."""
     layer = Layer(1, 4096)
     before, found = [t.clone() for t in (layer.state.rule, layer.state.tail)], []
     for form in (None, shape):

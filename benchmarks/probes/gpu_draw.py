@@ -49,7 +49,7 @@ def milliseconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def device_milliseconds(call: Callable[[], object]) -> float:
-    """Of the kernels alone: they queue up behind a sleep while the host launches them."""
+    """Median time of the kernels alone: they queue up behind a sleep while the host launches them."""
     times = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

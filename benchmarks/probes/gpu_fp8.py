@@ -57,7 +57,7 @@ class Experts(Case):
         return self.each(call)
 
     def rounding_us(self) -> float:
-        """Of rows before gate and up, and before down."""
+        """Time of rounding the rows before gate and up, and before down."""
         fp8 = self.rounding.fp8
         assert fp8 is not None
         assert fp8.x is not None

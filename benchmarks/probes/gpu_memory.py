@@ -82,7 +82,7 @@ class Found:
 
 
 def blocks_of(segments: Segments) -> list[Block]:
-    """Of torch's snapshot."""
+    """The blocks in torch's snapshot that are in use."""
     return [
         Block(line_of(block.get("frames", ())), block["requested_size"], block["size"], in_graphs(segment))
         for segment in segments
@@ -133,7 +133,7 @@ def table(vram: VramBudget, found: Found) -> dict[str, tuple[int, int]]:
 
 
 def details(found: Found) -> list[str]:
-    """Where the parts' bytes come from."""
+    """Explain where the parts' bytes come from."""
     used = sum(block.bytes for block in found.blocks)
     graphs_used = sum(block.bytes for block in found.blocks if block.in_graphs)
     rounded = used - sum(block.asked_bytes for block in found.blocks)

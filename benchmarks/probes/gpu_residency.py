@@ -115,7 +115,7 @@ class Model:
         return graph
 
     def us(self, graph: torch.cuda.CUDAGraph, beside: Callable[[], None] | None = None) -> float:
-        """Of a step, the median; `beside` is called once it is launched."""
+        """Median time of a step; `beside` is called once it is launched."""
         took = []
         with torch.cuda.stream(self.stream):
             for _ in range(REPLAYS):

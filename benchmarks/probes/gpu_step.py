@@ -141,7 +141,7 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def sweep(step: Step) -> None:
-    """Of gate_up, then of down, by what the whole step takes."""
+    """Try tiles of gate_up, then of down, by the time of the whole step."""
     for which in ("up of few", "down"):
         found = {}
         for tile in TILES:

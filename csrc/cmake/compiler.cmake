@@ -1,4 +1,5 @@
-# Finds a compiler that is new enough, or says what to install. Sets PROA_X86 and PROA_STATIC_RUNTIME.
+# Finds a compiler that is new enough, or stops with a message that names what to install. Sets PROA_X86 and
+# PROA_STATIC_RUNTIME.
 
 if(NOT CMAKE_HOST_SYSTEM_NAME STREQUAL "Linux")
     message(FATAL_ERROR "Proa's native library is for Linux, not for ${CMAKE_HOST_SYSTEM_NAME}.")
@@ -38,7 +39,7 @@ endif()
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
-# The C++ runtime goes into the library, which then also runs where another one, or none, is installed.
+# The C++ runtime is linked into the library, which then also runs where another version, or none, is installed.
 include(CheckCXXSourceCompiles)
 set(PROA_STATIC_RUNTIME -static-libstdc++ -static-libgcc)
 set(CMAKE_REQUIRED_LINK_OPTIONS ${PROA_STATIC_RUNTIME})
@@ -46,7 +47,7 @@ check_cxx_source_compiles("#include <string>\nint main() { return std::string(\"
 unset(CMAKE_REQUIRED_LINK_OPTIONS)
 if(NOT PROA_HAS_STATIC_RUNTIME)
     set(PROA_STATIC_RUNTIME "")
-    message(STATUS "There is no static libstdc++ here (Fedora: dnf install libstdc++-static): "
+    message(STATUS "This machine has no static libstdc++ (Fedora: dnf install libstdc++-static): "
                    "the library will need the libstdc++.so of this machine."
     )
 endif()

@@ -1,5 +1,5 @@
-# The files of src/isa: one per instruction set, each the only one that is compiled with its flags.
-# tools/check_native.py proves that nothing of them but their table can be linked to from elsewhere.
+# The files of src/isa: one per instruction set, which alone is compiled with that instruction set's flags.
+# tools/check_native.py checks that each exports nothing but its table to the linker.
 
 set(isa_names scalar scalartiles avx2 avx512 avx512bf16 amx)
 set(isa_flags_scalar "")
@@ -9,8 +9,9 @@ set(isa_flags_avx512 ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512d
 set(isa_flags_avx512bf16 ${isa_flags_avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
 set(isa_flags_amx ${isa_flags_avx512bf16} -mgfni -mamx-tile -mamx-bf16)
 
-# Those that tests with a sanitizer leave out. AMX: few machines could run it, and what it does with memory the plain
-# tiles do too. Of threads: vector kernels write what the scalar ones do, and to watch them takes minutes to compile.
+# Instruction sets that sanitizer builds leave out. AMX: few machines could run it, and the emulated tiles access memory
+# in the same way. ThreadSanitizer: vector kernels write the same memory as the scalar ones, and take minutes to compile
+# when instrumented.
 set(isa_left_out "")
 if(PROA_SANITIZE MATCHES "thread")
     set(isa_left_out avx2 avx512 avx512bf16 amx)
@@ -18,10 +19,10 @@ elseif(PROA_SANITIZE)
     set(isa_left_out amx)
 endif()
 
-# Thousands of unrolled tiles: with every check GCC takes three minutes a file, with these options thirty seconds.
-# Registers are arrays on the stack to a sanitizer; those are within the bounds that UBSan proves. Arithmetic that is
-# undefined would be so in the scalar kernels too, which are watched for it. There GCC takes three times as long to
-# optimise what it watches as not to, which the tests do not win back.
+# The kernels unroll thousands of tiles: with every check GCC takes three minutes per file, with these options thirty
+# seconds. ASan does not instrument the stack, where registers are arrays whose bounds UBSan checks. UBSan instruments
+# the scalar kernels only: undefined arithmetic would be undefined there too. They are compiled with -O0: GCC takes
+# three times as long to optimise instrumented code, more than the tests gain from it.
 set(watched_kernels "")
 set(watched_scalar_kernels "")
 if(PROA_SANITIZE MATCHES "address|undefined")
@@ -31,8 +32,8 @@ if(PROA_SANITIZE MATCHES "address|undefined")
 endif()
 
 # Makes an object library isa_<name> of every src/isa/<name>.cc for this processor, and lists their objects in `result`.
-# Files there that are not named after an instruction set are compiled for any processor. Of those that only some
-# processors run, every file of the library learns which there are: PROA_HAS_<name>.
+# Files there that are not named after an instruction set are compiled for any processor. PROA_HAS_<name> is defined for
+# every file of the library, for each instruction set but the scalar ones whose kernels are built.
 function(proa_add_isa_objects result)
     file(GLOB files CONFIGURE_DEPENDS src/isa/*.cc)
     set(objects "")
@@ -49,7 +50,7 @@ function(proa_add_isa_objects result)
         if(name IN_LIST isa_names)
             # Exceptions would bring in shared symbols of the runtime.
             target_compile_options(isa_${name} PRIVATE ${isa_flags_${name}} -fno-exceptions -fno-rtti)
-            if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU") # whose own AVX-512 headers leave a `__Y = __Y` undefined on purpose
+            if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU") # its AVX-512 headers initialise `__Y = __Y` on purpose
                 target_compile_options(isa_${name} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
             endif()
         endif()
@@ -57,10 +58,10 @@ function(proa_add_isa_objects result)
         if(name MATCHES "^scalar")
             set(special ${watched_scalar_kernels})
         endif()
-        if(name STREQUAL "scalartiles" AND NOT special) # of tests alone: it takes a third of the time to compile
+        if(name STREQUAL "scalartiles" AND NOT special) # only used by tests; -O1 takes a third of the time to compile
             set(special -O1)
         endif()
-        # Of the file, not of the target: these must stand behind -fsanitize.
+        # Set for the file, not for the target: these options must come after -fsanitize.
         set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${special}")
         list(APPEND objects $<TARGET_OBJECTS:isa_${name}>)
     endforeach()

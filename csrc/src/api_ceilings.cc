@@ -11,7 +11,7 @@ namespace {
 using proa::require;
 
 void check_measure(const proa_pool* pool, int workers, double seconds, const void* out) {
-    require(pool && out, "A null pointer.");
+    require(pool && out, "An argument is a null pointer.");
     require(workers >= 1 && workers <= pool->host.pool.threads(),
             "The number of threads must be between 1 and that of the pool.");
     require(seconds > 0 && seconds <= 60, "A measurement must take more than 0 and at most 60 seconds.");
@@ -26,10 +26,10 @@ int proa_measure_read(proa_pool* pool, const void* const* data, const int64_t* b
     return proa::guarded([&] {
         check_measure(pool, workers, seconds, bytes_per_s);
         require(data && bytes && spans >= 1 && spans <= pool->host.pool.nodes(),
-                "There must be at most one range per team.");
+                "There must be at least one range to read, and at most one range per team.");
         std::vector<proa::Span> all;
         for (int64_t i = 0; i < spans; ++i) {
-            require(data[i] && bytes[i] >= 1 << 20, "A range to read must have at least 1 MB.");
+            require(data[i] && bytes[i] >= 1 << 20, "A range to read must have at least 1 MiB.");
             all.push_back({static_cast<const uint8_t*>(data[i]), size_t(bytes[i])});
         }
         *bytes_per_s = proa::read_rate(pool->host, all, workers, seconds);
@@ -45,7 +45,7 @@ int proa_measure_peak(proa_pool* pool, int workers, double seconds, double* flop
 
 int proa_measure_dispatch(proa_pool* pool, int phases, int meet, double* seconds_each) {
     return proa::guarded([&] {
-        require(pool && seconds_each, "A null pointer.");
+        require(pool && seconds_each, "An argument is a null pointer.");
         require(phases >= 1 && phases <= 1 << 20, "There must be 1 to 2^20 phases.");
         *seconds_each = proa::dispatch_seconds(pool->host, phases, meet != 0);
     });
@@ -53,10 +53,10 @@ int proa_measure_dispatch(proa_pool* pool, int phases, int meet, double* seconds
 
 int proa_time_moe(proa_pool* pool, const proa_moe_trial* trial, int64_t first, int64_t calls, double* seconds) {
     return proa::guarded([&] {
-        require(trial && trial->layers && trial->ids && trial->weights && seconds, "A null pointer.");
+        require(trial && trial->layers && trial->ids && trial->weights && seconds, "An argument is a null pointer.");
         require(trial->layer_count >= 1 && trial->routings >= 1,
                 "A trial must have at least one layer and one routing.");
-        require(first >= 0 && calls >= 0, "Calls must not be negative.");
+        require(first >= 0 && calls >= 0, "The first call and the number of calls must not be negative.");
         const int64_t choices = trial->tokens * trial->top_k;
         for (int64_t i = 0; i < calls; ++i) {
             const int64_t routing = (first + i) % trial->routings * choices;

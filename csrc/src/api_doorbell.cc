@@ -10,7 +10,7 @@ namespace {
 
 void check_size(int64_t most_tokens, int64_t top_k, int64_t hidden) {
     require(most_tokens >= 1 && most_tokens <= 1 << 20 && top_k >= 1 && top_k <= 1024,
-            "A job must have 1 to 2^20 tokens of 1 to 1024 experts.");
+            "A job must have 1 to 2^20 tokens with 1 to 1024 experts each.");
     require(hidden >= 1 && hidden <= 1 << 20, "Rows must have 1 to 2^20 elements.");
 }
 
@@ -43,7 +43,7 @@ extern "C" {
 
 int proa_doorbell_layout_of(int64_t most_tokens, int64_t top_k, int64_t hidden, proa_doorbell_layout* out) {
     return proa::guarded([&] {
-        require(out, "A null pointer.");
+        require(out, "An argument is a null pointer.");
         check_size(most_tokens, top_k, hidden);
         const proa::DoorbellLayout l = proa::doorbell_layout(int(most_tokens), int(top_k), int(hidden));
         *out = {l.rung, l.answered, l.dead,     l.done,           l.ready,         l.header,       l.ids,  l.weights,
@@ -53,11 +53,11 @@ int proa_doorbell_layout_of(int64_t most_tokens, int64_t top_k, int64_t hidden, 
 
 int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, proa_doorbell** out) {
     return proa::guarded([&] {
-        require(pool && options && out, "A null pointer.");
+        require(pool && options && out, "An argument is a null pointer.");
         const proa_doorbell_options& o = *options;
         check_size(o.most_tokens, o.top_k, o.hidden);
         require_lane(pool->host, o.lane);
-        require(o.spin_us >= 0, "A time cannot be negative.");
+        require(o.spin_us >= 0, "The spin time must not be negative.");
         require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS,
                 "The way to ring must be PROA_WAY_NUMBER, _FLAGS or _CALLS.");
         const proa::DoorbellSize size{int(o.most_tokens), int(o.top_k), int(o.hidden)};
@@ -80,44 +80,43 @@ int proa_doorbell_destroy(proa_doorbell* doorbell) {
 
 int proa_doorbell_arm(proa_doorbell* doorbell) {
     return proa::guarded([&] {
-        require(doorbell, "A null pointer.");
+        require(doorbell, "An argument is a null pointer.");
         doorbell->doorbell.arm();
     });
 }
 
 int proa_doorbell_disarm(proa_doorbell* doorbell) {
     return proa::guarded([&] {
-        require(doorbell, "A null pointer.");
+        require(doorbell, "An argument is a null pointer.");
         doorbell->doorbell.disarm();
     });
 }
 
 int proa_doorbell_check(proa_doorbell* doorbell) {
     return proa::guarded([&] {
-        require(doorbell, "A null pointer.");
+        require(doorbell, "An argument is a null pointer.");
         doorbell->doorbell.check();
     });
 }
 
 int proa_doorbell_fail(proa_doorbell* doorbell, const char* why) {
     return proa::guarded([&] {
-        require(doorbell && why, "A null pointer.");
+        require(doorbell && why, "An argument is a null pointer.");
         doorbell->doorbell.fail(PROA_ERROR_SYSTEM, why);
     });
 }
 
 int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number) {
     return proa::guarded([&] {
-        require(doorbell, "A null pointer.");
+        require(doorbell, "An argument is a null pointer.");
         doorbell->doorbell.ring(number);
     });
 }
 
 int proa_doorbell_wait(proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered) {
     return proa::guarded([&] {
-        require(doorbell && answered, "A null pointer.");
-        require(timeout_us >= 0 && timeout_us <= int64_t(1) << 50,
-                "A time cannot be negative, or longer than 35 years.");
+        require(doorbell && answered, "An argument is a null pointer.");
+        require(timeout_us >= 0 && timeout_us <= int64_t(1) << 50, "The timeout must be 0 to 2^50 microseconds.");
         *answered = doorbell->doorbell.wait(number, timeout_us);
     });
 }
@@ -128,7 +127,7 @@ void proa_doorbell_call_wait(void* doorbell) { static_cast<proa_doorbell*>(doorb
 
 int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out) {
     return proa::guarded([&] {
-        require(doorbell && out, "A null pointer.");
+        require(doorbell && out, "An argument is a null pointer.");
         const proa::DoorbellCounters c = doorbell->doorbell.counters();
         *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns, c.experts, c.foreseen, c.gaps, c.gap_ns};
     });

@@ -20,11 +20,11 @@ using proa::require;
 constexpr int64_t kMostTokens = 1 << 20;
 
 std::vector<std::vector<int>> lists(const int32_t* cpus, const int32_t* begin, int32_t teams) {
-    require(begin && begin[0] == 0, "Teams must begin with CPU 0 of the list.");
+    require(begin && begin[0] == 0, "The first team must begin at index 0 of the list of CPUs.");
     std::vector<std::vector<int>> all;
     for (int t = 0; t < teams; ++t) {
         require(begin[t + 1] >= begin[t], "Teams must be consecutive in the list of CPUs.");
-        require(begin[t + 1] == begin[t] || cpus, "Null pointer where CPUs are listed.");
+        require(begin[t + 1] == begin[t] || cpus, "The list of CPUs is a null pointer.");
         all.emplace_back(cpus + begin[t], cpus + begin[t + 1]);
     }
     return all;
@@ -44,10 +44,10 @@ proa::PoolOptions pool_options(const proa_pool_options& o) {
 }
 
 void check_rows(const void* rows, int64_t stride, int64_t columns, const char* what) {
-    if (!rows) throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " is a null pointer.");
+    if (!rows) throw Error(PROA_ERROR_ARGUMENT, std::string("The pointer to ") + what + " is null.");
     if (stride < columns)
-        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " has rows of " + std::to_string(columns) +
-                                             " values, but only " + std::to_string(stride) + " lie between them.");
+        throw Error(PROA_ERROR_ARGUMENT, std::string("The stride of ") + what + " is " + std::to_string(stride) +
+                                             " values, but its rows have " + std::to_string(columns) + ".");
 }
 
 void check_call(const proa_pool* pool, int64_t tokens, int lane) {
@@ -66,7 +66,8 @@ extern "C" {
 
 int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes) {
     return proa::guarded([&] {
-        require(name && reason && bytes > 0, "The buffers for texts are null pointers or empty.");
+        require(name && reason && bytes > 0,
+                "The buffers for the name and the reason must not be null pointers or empty.");
         const proa::Selected selected = proa::select_kernels(wanted ? wanted : "");
         std::strncpy(name, selected.kernels->name, bytes - 1), name[bytes - 1] = 0;
         std::strncpy(reason, selected.reason.c_str(), bytes - 1), reason[bytes - 1] = 0;
@@ -75,7 +76,7 @@ int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes) 
 
 int proa_pool_create(const proa_pool_options* options, proa_pool** out) {
     return proa::guarded([&] {
-        require(options && out, "A null pointer.");
+        require(options && out, "An argument is a null pointer.");
         const auto selected = proa::select_kernels(options->isa ? options->isa : "");
         auto host = std::make_shared<proa::Host>(pool_options(*options), selected.kernels);
         host->pool.check_bound();
@@ -89,21 +90,21 @@ int proa_pool_destroy(proa_pool* pool) {
 
 int proa_pool_use(proa_pool* pool, const int32_t* workers, int32_t teams) {
     return proa::guarded([&] {
-        require(pool && workers && teams >= 0, "A null pointer.");
+        require(pool && workers && teams >= 0, "An argument is a null pointer.");
         pool->host.pool.use({workers, workers + teams});
     });
 }
 
 int proa_pool_redone(const proa_pool* pool, uint64_t* out) {
     return proa::guarded([&] {
-        require(pool && out, "A null pointer.");
+        require(pool && out, "An argument is a null pointer.");
         *out = pool->host.pool.redone();
     });
 }
 
 int proa_layout(int format, int64_t rows, int64_t columns, int64_t group, proa_layout_info* out) {
     return proa::guarded([&] {
-        require(out, "A null pointer.");
+        require(out, "An argument is a null pointer.");
         const proa::Layout l = proa::checked_layout(format, rows, columns, group);
         *out = {l.panels, l.padded, l.group, int64_t(l.code_bytes), int64_t(l.scale_bytes), int64_t(l.panel_bytes)};
     });
@@ -123,7 +124,7 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
         require(s->scale_rows >= 1, "scale_rows must be at least 1.");
         require(facts.scale_type != proa::ScaleType::kF32Panel || s->scale_rows % proa::kPanelRows == 0 ||
                     rows <= proa::kPanelRows,
-                "Scales of panels must be shared by whole panels.");
+                "With one scale per panel and group, scale_rows must be a multiple of 16.");
         require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
         proa::pack_rows(
             l,
@@ -138,7 +139,7 @@ int proa_matrix_create(int format, int64_t rows, int64_t columns, int64_t group,
                        const int32_t* first_panels, const void* const* data, const int64_t* strides,
                        const int64_t* bytes, proa_matrix** out) {
     return proa::guarded([&] {
-        require(out, "A null pointer.");
+        require(out, "An argument is a null pointer.");
         const proa::Layout l = proa::checked_layout(format, rows, columns, group);
         *out = new proa_matrix{proa::checked_matrix(l, count, slices, first_panels, data, strides, bytes)};
     });
@@ -151,15 +152,16 @@ int proa_matrix_destroy(proa_matrix* matrix) {
 int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int activation, float limit,
                         const float* gate_bias, const float* down_bias, proa_experts** out) {
     return proa::guarded([&] {
-        require(gate_up && down && out, "A null pointer.");
-        require(activation >= 0 && activation < int(proa::Activation::kNone), "There is no such activation.");
+        require(gate_up && down && out, "An argument is a null pointer.");
+        require(activation >= 0 && activation < int(proa::Activation::kNone),
+                "The activation must be one of PROA_ACTIVATION_*.");
         const proa::Layout &up = gate_up->matrix.layout, &low = down->matrix.layout;
         const int per = has_gate(proa::Activation(activation)) ? 2 : 1;
-        require(gate_up->matrix.count == down->matrix.count, "Both stacks must have one matrix per expert.");
+        require(gate_up->matrix.count == down->matrix.count, "gate_up and down must have the same number of experts.");
         require(up.panels % per == 0 && up.panels / per == (low.columns + 15) / 16,
-                "The first matrix must have as many panels as the second one's columns need.");
+                "gate_up must have a panel for every 16 columns of down, and two with a gate.");
         require(gate_up->matrix.slices.size() == down->matrix.slices.size(),
-                "Both matrices must have the same number of slices.");
+                "gate_up and down must have the same number of slices.");
         for (const proa::Slice& slice : gate_up->matrix.slices)
             require(slice.first_panel % per == 0, "Gate and up of the same rows must be in the same slice.");
         *out = new proa_experts{
@@ -197,8 +199,8 @@ int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const 
         require(experts, "The experts are a null pointer.");
         const proa::Experts& e = experts->experts;
         require(top_k >= 0 && top_k <= 1024, "A token must have at most 1024 experts.");
-        require(top_k == 0 || (ids && weights), "ids and weights are null pointers.");
-        require(top_k > 0 || e.gate_up->count == 1, "Without ids there must be one expert.");
+        require(top_k == 0 || (ids && weights), "If top_k is not 0, ids and weights must not be null pointers.");
+        require(top_k > 0 || e.gate_up->count == 1, "If top_k is 0, there must be exactly one expert.");
         check_fit(pool, *e.gate_up);
         if (!tokens) return;
         check_rows(x, x_stride, e.gate_up->layout.columns, "x");

@@ -12,10 +12,11 @@ using proa::require;
 
 proa::Fill job_of(const proa_fill_job& j) {
     require(j.out && (j.fd >= 0 || j.from), "The source or the output of weights is a null pointer.");
-    require(j.order >= 0 && j.order <= int(proa::Order::kAwqTransposed), "Unknown order of stored rows.");
+    require(j.order >= 0 && j.order <= int(proa::Order::kAwqTransposed),
+            "The order of stored rows must be one of Order in csrc/src/coded.h.");
     require(j.scale_stride >= 0 && j.scale_rows >= 0 && j.scale_rows <= 1 << 24 && j.scale_group >= 0 &&
                 j.scale_group <= 1 << 20,
-            "The description of scales is invalid.");
+            "The stride, rows or group of scales are out of range.");
     require(j.fd >= -1 && j.stride >= 0 && j.step >= 1, "A descriptor, stride or step is out of range.");
     const bool plain = j.format == PROA_FILL_PLAIN;
     const proa::Layout l =
@@ -44,7 +45,7 @@ extern "C" {
 
 int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fill_failure* failure) {
     return proa::guarded([&] {
-        require(pool && failure && (jobs || !count), "A null pointer.");
+        require(pool && failure && (jobs || !count), "An argument is a null pointer.");
         *failure = {-1, 0};
         std::vector<proa::Fill> all;
         for (int64_t i = 0; i < count; ++i) all.push_back(job_of(jobs[i]));
@@ -60,7 +61,7 @@ int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fi
 
 int proa_decode(const proa_fill_job* job, float* to) {
     return proa::guarded([&] {
-        require(job && to, "A null pointer.");
+        require(job && to, "An argument is a null pointer.");
         proa::decode(job_of(*job), to);
     });
 }
@@ -68,10 +69,10 @@ int proa_decode(const proa_fill_job* job, float* to) {
 int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas, const int64_t* firsts,
                const int64_t* counts, int64_t parts) {
     return proa::guarded([&] {
-        require(pool && (!parts || (teams && arenas && firsts && counts)), "A null pointer.");
+        require(pool && (!parts || (teams && arenas && firsts && counts)), "An argument is a null pointer.");
         std::vector<proa::Touch> spans;
         for (int64_t i = 0; i < parts; ++i) {
-            require(firsts[i] >= 0 && counts[i] >= 0, "A range of an arena must not be negative.");
+            require(firsts[i] >= 0 && counts[i] >= 0, "The start and length of an arena's range must not be negative.");
             spans.push_back({arenas[i], size_t(firsts[i]), size_t(counts[i]), teams[i]});
         }
         proa::touch(pool->host.pool, spans);
@@ -81,10 +82,10 @@ int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas,
 int proa_to_float(int stored, const void* from, int64_t from_bytes, int64_t values, float* to) {
     return proa::guarded([&] {
         const proa::StoredFacts facts = proa::facts_of(proa::Stored(stored));
-        require(from && to, "A null pointer.");
-        require(values >= 0 && values % facts.block_values == 0, "Values must be whole blocks.");
+        require(from && to, "An argument is a null pointer.");
+        require(values >= 0 && values % facts.block_values == 0, "Values must be whole blocks of the stored type.");
         require(from_bytes == values / facts.block_values * facts.block_bytes,
-                "The number of bytes does not fit the number of values.");
+                "The number of bytes must be that of the values' blocks.");
         proa::to_float(proa::Stored(stored), static_cast<const uint8_t*>(from), size_t(values), to);
     });
 }

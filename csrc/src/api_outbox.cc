@@ -8,7 +8,7 @@ extern "C" {
 
 int proa_outbox_create(proa_pool* pool, int socket, proa_outbox** out) {
     return proa::guarded([&] {
-        require(pool && out, "A null pointer.");
+        require(pool && out, "An argument is a null pointer.");
         require(socket >= 0, "The socket must not be negative.");
         *out = new proa_outbox{{pool->owner, socket}};
     });
@@ -20,14 +20,14 @@ int proa_outbox_destroy(proa_outbox* outbox) {
 
 int proa_outbox_write(proa_outbox* outbox, const void* data, size_t size) {
     return proa::guarded([&] {
-        require(outbox && (data || !size), "A null pointer.");
+        require(outbox && (data || !size), "An argument is a null pointer.");
         outbox->outbox.write(data, size);
     });
 }
 
 int proa_outbox_flush(proa_outbox* outbox) {
     return proa::guarded([&] {
-        require(outbox, "A null pointer.");
+        require(outbox, "An argument is a null pointer.");
         outbox->outbox.flush();
     });
 }

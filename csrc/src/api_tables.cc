@@ -45,10 +45,10 @@ constexpr proa_limit kLimits[] = {
 template <class Row>
 int give(const Row* table, size_t size, const Row** rows, int64_t* count, int64_t row_bytes) {
     return proa::guarded([&] {
-        proa::require(rows && count, "A null pointer.");
+        proa::require(rows && count, "An argument is a null pointer.");
         proa::require(row_bytes == int64_t(sizeof(Row)),
-                      "The caller has another size of a table's row: it was made for "
-                      "another version of the library.");
+                      "The rows of the caller's header have another size: the caller was "
+                      "compiled for another version of the library.");
         *rows = table, *count = int64_t(size);
     });
 }
@@ -72,8 +72,9 @@ int proa_get_limits(const proa_limit** rows, int64_t* count, int64_t row_bytes) 
 
 int proa_get_format_kernels(const char* isa, int format, proa_format_kernels* out) {
     return proa::guarded([&] {
-        proa::require(isa && out, "A null pointer.");
-        proa::require(format >= 0 && format < proa::kFormats, "There is no such format.");
+        proa::require(isa && out, "An argument is a null pointer.");
+        proa::require(format >= 0 && format < proa::kFormats,
+                      "The format must be the index of a row of proa_get_formats.");
         *out = proa::kernels_named(isa)->format_kernels(Format(format));
     });
 }

@@ -76,7 +76,7 @@ size_t checked(size_t bytes, int node, uint32_t flags) {
     require(bytes > 0 && bytes <= kMaxBytes, "An arena must have at least one byte and at most 64 TiB.");
     require(node >= -1 && node < static_cast<int>(kMaxNodes),
             "A NUMA node must be a number from 0 to 1023, or -1 for none.");
-    require((flags & ~known) == 0, "An arena was created with unknown flags.");
+    require((flags & ~known) == 0, "The flags of an arena must be a union of PROA_ARENA_*.");
     return bytes;
 }
 
@@ -90,8 +90,9 @@ void check_available(size_t bytes, int node, const char* for_what) {
     const auto available = available_bytes(node);
     if (!available || bytes + kSpareBytes <= *available) return;
     const std::string where = node < 0 ? "on this machine" : "on NUMA node " + std::to_string(node);
-    throw Error(PROA_ERROR_MEMORY, std::string(for_what) + " needs " + mib(bytes) + " and " + mib(*available) +
-                                       " can be had " + where + ", of which " + mib(kSpareBytes) + " are left alone.");
+    throw Error(PROA_ERROR_MEMORY, std::string(for_what) + " needs " + mib(bytes) + ", but only " + mib(*available) +
+                                       " are available " + where + ", of which " + mib(kSpareBytes) +
+                                       " are kept free.");
 }
 
 std::string no_pages(size_t bytes, int node, int error) {
@@ -108,7 +109,7 @@ void write_fault(char* at, size_t bytes) {
 
 std::string why_not_bound(const std::string& which, int error) {
     switch (error) {
-        case ENOSYS: return "this kernel knows no NUMA memory policies";
+        case ENOSYS: return "this kernel has no NUMA memory policies";
         case EPERM: return "a sandbox forbids mbind (for Docker: --cap-add SYS_NICE, or another seccomp profile)";
         case EINVAL: return which + " does not exist, has no memory, or is forbidden by a cpuset (cpuset.mems)";
         default: return "mbind to " + which + " failed" + because(error);
@@ -149,7 +150,7 @@ Descriptor::~Descriptor() {
 AddressRange::AddressRange(size_t bytes) : bytes_(bytes) {
     void* const got = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) {
-        throw Error(PROA_ERROR_MEMORY, "There are no " + mib(bytes) + " of free addresses" + because(errno) + ".");
+        throw Error(PROA_ERROR_MEMORY, "The address space has no free range of " + mib(bytes) + because(errno) + ".");
     }
     begin_ = static_cast<char*>(got);
 }
@@ -190,12 +191,12 @@ bool Arena::map_hugetlb(int node) {
         return false;
     }
     if (!facts_.populate) {
-        note("hugetlb: not used on kernels before 5.14, where a page that is missing kills the process");
+        note("hugetlb: not used on kernels before 5.14, where touching a missing page kills the process");
         return false;
     }
     Descriptor file(memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | kMfdHuge2Mib));
     if (file.get() < 0 || !give_size(file.get(), mapped_bytes_)) {
-        note("hugetlb: no file of such pages" + because(errno));
+        note("hugetlb: a file of such pages could not be created" + because(errno));
         return false;
     }
     // The first mapping reserves the pages for the file; not yet over range_, where a failure would leave a hole.
@@ -215,7 +216,7 @@ void Arena::map_file(bool small) {
     file_ = Descriptor(memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (file_.get() < 0 || !give_size(file_.get(), mapped_bytes_)) {
         throw Error(PROA_ERROR_SYSTEM,
-                    "A file in memory of " + mib(mapped_bytes_) + " cannot be made" + because(errno) + ".");
+                    "A file in memory of " + mib(mapped_bytes_) + " cannot be created" + because(errno) + ".");
     }
     map_over_range(file_.get());
     if (!small && (facts_.shmem_huge || facts_.shmem_collapse)) {
@@ -230,8 +231,8 @@ void Arena::map_file(bool small) {
         note("small pages were requested");
     } else {
         note("no huge pages for files in memory: " + kThp + "shmem_enabled is \"" + facts_.shmem_setting +
-             "\" (advise gives them)");
-        if (!facts_.anon_huge) note("nor for anonymous memory: " + kThp + "enabled (madvise gives them)");
+             "\" (\"advise\" allows them)");
+        if (!facts_.anon_huge) note("nor for anonymous memory: see " + kThp + "enabled (\"madvise\" allows them)");
     }
 }
 
@@ -276,7 +277,7 @@ int Arena::set_policy(int policy, const std::vector<int>& nodes) {
 
 void Arena::interleave(const std::vector<int>& nodes) {
     require(!nodes.empty(), "Pages must be interleaved over at least one node.");
-    std::string which = "a NUMA node of";
+    std::string which = "one of the NUMA nodes";
     for (const int node : nodes) {
         require(node >= 0 && node < static_cast<int>(kMaxNodes), "A NUMA node must be a number from 0 to 1023.");
         which += " " + std::to_string(node);
@@ -285,7 +286,7 @@ void Arena::interleave(const std::vector<int>& nodes) {
         throw Error(PROA_ERROR_SYSTEM,
                     "The arena cannot be interleaved over NUMA nodes: " + why_not_bound(which, error) + ".");
     node_ = -1;
-    dealt_over_ = nodes.size();
+    interleaved_over_ = nodes.size();
 }
 
 void Arena::touch(size_t first, size_t count) {
@@ -325,9 +326,9 @@ void Arena::fault(size_t first, size_t count) {
 // The page of the block at an offset that decides the block's node. Small pages are interleaved one by one, so that the
 // first pages of all blocks could be on one node.
 size_t Arena::settling_page(size_t offset) const {
-    if (dealt_over_ < 2) return 0;
+    if (interleaved_over_ < 2) return 0;
     const size_t block = offset / facts_.huge_bytes, page = offset / page_bytes();
-    return (block + (page / dealt_over_ + 1) * dealt_over_ - page) % dealt_over_ * page_bytes();
+    return (block + (page / interleaved_over_ + 1) * interleaved_over_ - page) % interleaved_over_ * page_bytes();
 }
 
 void Arena::populate(char* at, size_t bytes) {

@@ -18,7 +18,7 @@
 
 namespace proa {
 
-// The kernel's abilities for pages, probed and read from /sys. Tests pass other facts.
+// What this kernel can do with pages, probed and read from /sys. Tests pass other facts.
 struct PageFacts {
     size_t huge_bytes = 2 << 20;  // size of a transparent huge page
     bool populate = false;        // madvise can fault pages and report failure
@@ -44,7 +44,7 @@ class Descriptor {
     int fd_ = -1;
 };
 
-// An owned range of addresses without memory; its destructor unmaps it, with anything mapped over it.
+// An owned range of reserved addresses without memory; its destructor unmaps it, with anything mapped over it.
 class AddressRange {
   public:
     explicit AddressRange(size_t bytes);
@@ -93,8 +93,8 @@ class Arena {
     AddressRange range_;
     Descriptor file_;
     char* data_;
-    int node_ = -1;          // the node that its pages are bound to
-    size_t dealt_over_ = 0;  // number of nodes, if interleaved
+    int node_ = -1;                // the node that its pages are bound to
+    size_t interleaved_over_ = 0;  // number of nodes, if interleaved
     int32_t pages_ = PROA_PAGES_SMALL;
     bool collapses_ = false;  // touch() merges small pages into huge ones
     std::string reason_;

@@ -17,7 +17,7 @@ constexpr int kTileKeys = 128;   // keys in panels at once: they stay in the sec
 constexpr int64_t kSplitBytes = 256 << 10;  // keys and values that one task reads: about ten microseconds
 constexpr int64_t kAheadBytes = 4 << 10;    // distance of the prefetch, for keys and for values
 constexpr int64_t kMostSplits = 256;        // per batch, about
-constexpr int64_t kAloneBytes = 64 << 10;   // up to this much the caller reads alone
+constexpr int64_t kAloneBytes = 64 << 10;   // up to this much, the calling thread computes alone
 
 using Share = AttentionShare;
 
@@ -79,7 +79,7 @@ Totals divide(const Attention& op) {
     return total;
 }
 
-// The last share of whose `first` member is at most `at`.
+// The index of the last share whose member `first` is at most `at`.
 int share_at(const Attention& op, int Share::* first, int at) {
     const std::vector<Share>& shares = op.now.shares;
     int low = 0, high = std::min(op.now.sequences.get(), int(shares.size()));
@@ -90,8 +90,8 @@ int share_at(const Attention& op, int Share::* first, int at) {
     return low;
 }
 
-// A task's work. A late task may read a share that the next step has overwritten in part: so each number is clamped to
-// a safe range by itself.
+// A task's work. A late task may read a share that the next step has overwritten in part, so each number is clamped to
+// a safe range independently.
 struct Piece {
     Share share;
     int sequence, first_query, queries;  // queries: within the sequence
@@ -116,7 +116,8 @@ Piece piece_of(const Attention& op, int task) {
     p.first_query = block * step;
     p.queries = std::clamp(std::min(s.q_len, op.now.rows.get() - s.first_row) - p.first_query, 0, step);
     const int position = s.kv_len - s.q_len + p.first_query, seen = first_seen(op, position);
-    // A row's rounding depends on where tiles of keys begin: for prompts on a fixed grid, wherever queries begin.
+    // A row's rounding depends on where tiles of keys begin: for prompts they lie on a fixed grid, wherever the queries
+    // begin.
     const int begin = s.aligned ? seen / kTileKeys * kTileKeys : seen;
     const int end = std::min(position + p.queries, op.batch->most_pages() * op.cache.page_tokens);
     const int64_t blocks = (end - begin + kAttendTokens - 1) / kAttendTokens, splits = std::max(1, s.splits);
@@ -125,7 +126,7 @@ Piece piece_of(const Attention& op, int task) {
     return p;
 }
 
-// Pointers to the rows of `count` keys from `first` on, heads not counted.
+// Writes pointers to the cached rows of `count` tokens from `first` on; a head is at its offset in these rows.
 template <class T>
 void look_up(const Attention& op, int sequence, int first, int count, const T** keys, const T** values) {
     const KvPages& c = op.cache;
@@ -139,7 +140,7 @@ void look_up(const Attention& op, int sequence, int first, int count, const T** 
     }
 }
 
-// look_up for an e4m3 cache: widens `heads` KV heads from `first_head` on into rows of only these heads.
+// look_up for an e4m3 cache: converts `heads` KV heads from `first_head` on to bfloat16, in rows of only these heads.
 void widen(const Attention& op, const Kernels& k, int sequence, int first, int count, int first_head, int heads,
            uint16_t* wide, const uint16_t** keys, const uint16_t** values) {
     const int key_dim = op.cache.key_dim, value_dim = op.cache.value_dim;
@@ -160,7 +161,7 @@ uint16_t* take_wide(const Attention& op, int tokens, int heads, Carver& scratch)
     return scratch.take<uint16_t>(size_t(tokens) * size_t(heads) * size_t(c.key_dim + c.value_dim));
 }
 
-// The range [first, last) of `count` keys from `begin` on that each query row sees.
+// Writes the range [first, last) of `count` keys from `begin` on that each query row sees.
 void see(const Attention& op, const Piece& p, int begin, int count, int* first, int* last) {
     const int group = group_of(op);
     for (int t = 0; t < p.queries; ++t) {
@@ -443,7 +444,7 @@ void AttentionBatch::set(int sequences, const int32_t* q_lens, const int32_t* kv
             const int32_t page = page_table[s * table_stride + i];
             if (page < 0 || page >= pages)
                 throw Error(PROA_ERROR_ARGUMENT, "Page " + std::to_string(page) + " of sequence " + std::to_string(s) +
-                                                     " is not one of " + std::to_string(pages) + ".");
+                                                     " does not exist: there are " + std::to_string(pages) + " pages.");
         }
         rows += q_lens[s];
     }
@@ -461,10 +462,10 @@ void check(const Attention& op) {
     check(op.cache);
     require(op.batch, "The batch is a null pointer.");
     require(op.heads >= op.cache.kv_heads && op.heads <= 4096 && op.heads % op.cache.kv_heads == 0,
-            "Heads must be a multiple of the KV heads, and at most 4096.");
-    require(op.window >= 0, "A window must not be negative.");
-    check_rows(op.q.data, op.q.stride, int64_t(op.heads) * op.cache.key_dim, "The queries");
-    check_rows(op.out.data, op.out.stride, int64_t(op.heads) * op.cache.value_dim, "The output of attention");
+            "The number of heads must be a multiple of the number of KV heads, and at most 4096.");
+    require(op.window >= 0, "The window must not be negative.");
+    check_rows(op.q.data, op.q.stride, int64_t(op.heads) * op.cache.key_dim, "the queries");
+    check_rows(op.out.data, op.out.stride, int64_t(op.heads) * op.cache.value_dim, "the output of attention");
 }
 
 void run(const Attention& op, Host& host, int rows, int lane) {

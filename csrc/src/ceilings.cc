@@ -22,7 +22,7 @@ constexpr int64_t kPeakRounds = 1 << 12;  // about 50 microseconds, as long as r
 // workers do not prolong the measurement.
 template <class Step>
 struct Race {
-    const Step& step;  // (node) -> how much it did
+    const Step& step;  // (node) -> the amount of work done
     const Phase& phase;
     double end_s;
     mutable std::atomic<double> done{0};
@@ -37,7 +37,7 @@ struct Race {
     }
 };
 
-// The rate of all workers together.
+// Returns the rate of all workers together.
 template <class Step>
 double race(Pool& pool, int workers, double seconds, const Step& step) {
     Phase phase = published(workers, pool.nodes(), nullptr, Race<Step>::run);

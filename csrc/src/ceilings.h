@@ -15,8 +15,8 @@ struct Span {
 
 double now_s();  // a monotonic clock
 
-// Bytes per second that `workers` threads of the pool read together for about `seconds`. They take chunks of 1 MB of
-// their node's range; a node without one reads nothing. Each range must be larger than the caches.
+// Bytes per second that `workers` threads of the pool read together for about `seconds`. They take chunks of 1 MiB of
+// their node's range; a node without a range reads nothing. Each range must be larger than the caches.
 double read_rate(Host& host, const std::vector<Span>& spans, int workers, double seconds);
 
 // Floating-point operations per second of `workers` threads that multiply on registers only.

@@ -27,7 +27,7 @@ Stored scale_type(Format format) {
 }
 
 bool has_codes(Format format, Stored type) {
-    if (facts_of(format).block_groups > 1) return false;  // GGUF's own: scales of two levels
+    if (facts_of(format).block_groups > 1) return false;  // only GGUF's types have two-level scales
     switch (code_of(format)) {
         case CodeType::kE4m3: return type == Stored::kE4m3;
         case CodeType::kInt8: return type == Stored::kInt8 || type == Stored::kUint8;
@@ -58,7 +58,7 @@ void words_of(Stored type, const uint8_t* codes, int padded, uint32_t* words) {
     for (int k = 0; k < padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k) ^ flip);
 }
 
-// Code i of word j <-> code j of word i, in every lane of vectors of words.
+// Transposes 8 x 8 four-bit codes in every lane of vectors of words: code i of word j <-> code j of word i.
 template <class Words>
 void transpose_eight(Words (&words)[8]) {
     constexpr uint32_t kMasks[3] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
@@ -73,8 +73,8 @@ void transpose_eight(Words (&words)[8]) {
 
 constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // AWQ: row i of eight is 4-bit field kPlaces[i] of a word
 
-// Reads eight words; word r has columns k to k + 8 of the r-th of eight rows from n on, its other lanes the following
-// groups of eight rows.
+// Reads eight columns from k on and transposes them: word kPlaces[r] has columns k to k + 8 of row n + r, its other
+// lanes those of rows 8, 16, ... further on.
 template <class Words>
 void read_awq(const uint8_t* stored, size_t stride, int n, int k, Words (&words)[8]) {
     for (int i = 0; i < 8; ++i) words[i] = read<Words>(stored + size_t(k + i) * stride + size_t(n) / 2);
@@ -83,7 +83,7 @@ void read_awq(const uint8_t* stored, size_t stride, int n, int k, Words (&words)
 
 void transpose_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
     constexpr int kSide = 32;   // side of squares, which are transposed with vectors
-    constexpr int kBlock = 64;  // lines of the target that stay in the cache
+    constexpr int kBlock = 64;  // rows of the target that stay in the cache
     const size_t row_bytes = size_t(columns) / 2;
     const int whole_rows = rows / kSide * kSide, whole_columns = columns / kSide * kSide;
     for (int first = 0; first < whole_rows; first += kBlock)
@@ -141,7 +141,7 @@ bool pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
 
 namespace {
 
-// The scales or minimums of a row, as floats.
+// Returns the scales or minimums of a row as floats; zeros if `of` is null.
 std::vector<float> floats_of(const Scales& s, const uint8_t* of, int row, int groups) {
     std::vector<float> found(static_cast<size_t>(groups));
     if (of) to_float(s.type, of + size_t((s.first + row) / s.rows) * s.stride, found.size(), found.data());
@@ -225,7 +225,7 @@ size_t transposed_bytes(Order order, int rows) {
 void transpose(Stored type, Order order, const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
     if (order == Order::kAwqTransposed) return transpose_awq(stored, stride, rows, columns, to);
     const int words = transposed_rows(type, order, columns);
-    for (int first = 0; first < rows; first += kPanelRows)  // so many lines of the target stay in the cache
+    for (int first = 0; first < rows; first += kPanelRows)  // this many rows of the target stay in the cache
         for (int w = 0; w < words; ++w)
             for (int r = first; r < std::min(rows, first + kPanelRows); ++r)
                 std::memcpy(to + (size_t(r) * size_t(words) + size_t(w)) * 4,

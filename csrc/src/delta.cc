@@ -84,7 +84,7 @@ Block block_of(const GatedDelta& op, int task) {
 void convolve_row(const GatedDelta& op, const Kernels& k, const Share& share, int row, int group, float* out) {
     const DeltaShape& shape = op.shape;
     const int past = shape.taps - 1, index = std::clamp(row - share.first_row, 0, std::max(0, share.q_len - 1));
-    const int first = is_fresh(share) ? std::max(0, past - index) : 0;  // earlier taps would see zeros
+    const int first = is_fresh(share) ? std::max(0, past - index) : 0;  // at earlier taps, the inputs are zeros
     for (int part = 0; part < 3; ++part) {
         const Segment segment = segment_of(op, part, group);
         const uint16_t* seen[kMostTaps];
@@ -240,8 +240,8 @@ void divide(const GatedDelta& op) {
         row += op.batch->q_len(i);
         if (op.batch->state(i) < 0 || op.batch->state(i) >= op.slots)
             throw Error(PROA_ERROR_ARGUMENT, "State slot " + std::to_string(op.batch->state(i)) + " of sequence " +
-                                                 std::to_string(i) + " is not one of " + std::to_string(op.slots) +
-                                                 ".");
+                                                 std::to_string(i) + " does not exist: there are " +
+                                                 std::to_string(op.slots) + " slots.");
     }
 }
 
@@ -253,19 +253,21 @@ void check(const GatedDelta& op) {
     const DeltaShape& s = op.shape;
     require(is_size(s.groups, 4096) && is_size(s.per_group, 4096) && is_size(s.key_dim, 4096) &&
                 is_size(s.value_dim, 4096) && int64_t(s.groups) * (2 * s.key_dim + int64_t(s.values())) <= 1 << 24,
-            "Heads of the delta rule are fewer than one, or too many, or too large.");
+            "Groups, heads per group and dimensions of the delta rule must be 1 to 4096, with at most 2^24 channels.");
     require(s.value_dim % 16 == 0, "The dimension of a value must be a multiple of 16.");
     require(s.taps >= 2 && s.taps <= kMostTaps, "A convolution must have 2 to 8 taps.");
     require(is_size(op.slots, 1 << 24), "The number of state slots must be between 1 and 2^24.");
-    require(op.apart >= std::max(s.key_dim, s.values()) && op.gates_apart >= s.per_group, "Groups of a row overlap.");
+    require(op.apart >= std::max(s.key_dim, s.values()) && op.gates_apart >= s.per_group,
+            "Groups of a row overlap: a stride between groups is less than a group.");
     const int64_t before = int64_t(s.groups - 1) * op.apart;
-    for (const ConstRows* rows : {&op.q, &op.k}) check_rows(rows->data, rows->stride, before + s.key_dim, "Keys");
-    for (const ConstRows* rows : {&op.v, &op.z}) check_rows(rows->data, rows->stride, before + s.values(), "Values");
+    for (const ConstRows* rows : {&op.q, &op.k}) check_rows(rows->data, rows->stride, before + s.key_dim, "the keys");
+    for (const ConstRows* rows : {&op.v, &op.z})
+        check_rows(rows->data, rows->stride, before + s.values(), "the values");
     for (const ConstRows* rows : {&op.b, &op.a})
-        check_rows(rows->data, rows->stride, int64_t(s.groups - 1) * op.gates_apart + s.per_group, "Gates");
+        check_rows(rows->data, rows->stride, int64_t(s.groups - 1) * op.gates_apart + s.per_group, "the gates");
     require(op.conv && op.a_log && op.dt_bias && op.norm && op.rule && op.tail && op.batch && op.mixed,
             "An input of the delta rule is a null pointer.");
-    check_rows(op.out.data, op.out.stride, int64_t(s.heads()) * s.value_dim, "The output of the delta rule");
+    check_rows(op.out.data, op.out.stride, int64_t(s.heads()) * s.value_dim, "the output of the delta rule");
 }
 
 void run(const GatedDelta& op, Host& host, int rows, int lane) {

@@ -29,7 +29,8 @@ uint64_t ns_since(Clock::time_point begin) { return ns_between(begin, Clock::now
 
 constexpr int64_t kLookAlone = 1 << 16;  // elements; with more, all workers check the result
 
-// The first row of y with a non-finite value, or -1. Adding one to an exponent of all ones carries into the sign.
+// Returns the first row of y with a non-finite value, or -1. Adding one to an exponent of all ones carries into the
+// sign.
 int first_not_finite(const float* y, int rows, int columns) {
     for (int row = 0; row < rows; ++row, y += columns) {
         uint32_t carried = 0;
@@ -155,7 +156,7 @@ void Doorbell::unpark() {
     unparked_.notify_all();
 }
 
-// Sleeps until a step is armed, or for a while.
+// Sleeps until a step is armed, for at most kLongestPark.
 void Doorbell::park() {
     std::unique_lock lock(mutex_);
     parked_.store(true, std::memory_order_seq_cst);
@@ -165,7 +166,7 @@ void Doorbell::park() {
 }
 
 void Doorbell::check() {
-    // Results are checked after the answer, by one thread and at once, so that this loop ends.
+    // The doorbell's thread checks a result immediately after its answer, so this loop ends soon.
     while (!dead() && looked_.load(std::memory_order_acquire) != uint32_t(answer().load(std::memory_order_acquire)))
         relax();
     const std::lock_guard lock(mutex_);
@@ -212,7 +213,7 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
         relax();
         if (spins % 64) continue;
         if (ns_since(begin) > uint64_t(timeout_us) * 1000) return false;
-        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, the answering thread needs this one
+        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, the answering thread needs this core
     }
 }
 
@@ -241,14 +242,14 @@ void Doorbell::serve() {
         if (way_ == Way::kFlags) answer_flags(rang == kFlag);
         if (read_ahead_ && armed) look_ahead();
         relax();
-        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, other threads need this one
+        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, other threads need this core
         if (armed || spins % 64 || ns_since(idle_since) < uint64_t(spin_us_) * 1000) continue;
         park();
         if (armed_.load(std::memory_order_relaxed) > 0) idle_since = Clock::now();
     }
 }
 
-// After a failure the GPU does not wait before it copies the next job, so the job's number is not checked.
+// After a failure the GPU does not wait before it copies the next job, so the number in the block is not read.
 uint32_t Doorbell::flagged_number(uint32_t rang, uint32_t last) const {
     return rang == kFlag && !dead() ? copied_number() : last;
 }
@@ -258,8 +259,7 @@ void Doorbell::say_done() {
     flag(layout_.done).fetch_or(kFlag, std::memory_order_release);
 }
 
-// Sets `done` when all jobs are answered, and clears it once the GPU has seen it. A failure is set besides, by `fail`,
-// and stays.
+// Sets `done` when all jobs are answered, and clears it once the GPU has seen it. kFailed, which `fail` sets, is kept.
 void Doorbell::answer_flags(bool rings) {
     const bool done = flag(layout_.done).load(std::memory_order_relaxed) & kFlag;
     if (rings && !done) say_done();
@@ -274,7 +274,8 @@ void Doorbell::answer_job(uint32_t number) {
     try {
         if (number != looked_.load(std::memory_order_relaxed) + 1)
             throw Error(PROA_ERROR_ARGUMENT, "The doorbell was rung with number " + std::to_string(number) +
-                                                 " after number " + std::to_string(looked_.load()) + ".");
+                                                 " after number " + std::to_string(looked_.load()) +
+                                                 "; numbers must increase by 1.");
         run(header);
         uint64_t before = answer().load(std::memory_order_relaxed);
         while (!answer().compare_exchange_weak(before, (before & ~kNumber) | number, std::memory_order_acq_rel)) {
@@ -359,7 +360,7 @@ void Doorbell::look_at_result() {
     }
     const std::lock_guard lock(mutex_);
     if (not_finite_.empty())
-        not_finite_ = "NaN or infinity in the experts' sum: layer " + std::to_string(layer_) + ", row " +
+        not_finite_ = "The experts' sum is non-finite (NaN or Inf): layer " + std::to_string(layer_) + ", row " +
                       std::to_string(row) + " of " + std::to_string(tokens_) + ", experts " + experts + ".";
 }
 

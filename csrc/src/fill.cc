@@ -18,7 +18,7 @@ constexpr size_t kTransposedBytes =
 constexpr size_t kTouchBytes = 16 << 20;    // faulted by one task: whole pages of every size but the largest
 constexpr int kInputUnit = 2 * kPanelRows;  // stored rows of a transposed task: 16 lines of every panel
 
-// Tasks of one phase, each team's together.
+// Tasks of one phase, grouped by team.
 template <class Task>
 class Tasks {
   public:
@@ -131,7 +131,7 @@ bool finite_scales(const Part& part) {
     const int group = s.group ? s.group : job.layout.columns;
     auto groups = size_t((job.layout.columns + group - 1) / group), rows = size_t(last - first) + 1;
     if (s.stride == groups * size_t(facts_of(s.type).block_bytes))
-        groups *= rows, rows = 1;  // short rows as a long one
+        groups *= rows, rows = 1;  // contiguous rows are tested as one
     for (size_t row = 0; row < rows; ++row)
         for (const uint8_t* of : {s.data, s.mins})
             if (of && !all_finite(s.type, of + (size_t(first) + row) * s.stride, groups)) return false;
@@ -221,25 +221,25 @@ void fill_part(const Part& part, std::byte* scratch) {
 
 void check_codes(const Fill& job) {
     const Scales& s = job.scales;
-    require(job.order != Order::kPlainTransposed, "Codes cannot have the transposed order of plain types.");
-    require(s.data && s.rows >= 1 && s.first >= 0 && s.group >= 0, "Codes need scales.");
+    require(job.order != Order::kPlainTransposed, "Quantised types cannot have the transposed order of plain types.");
+    require(s.data && s.rows >= 1 && s.first >= 0 && s.group >= 0, "Quantised types need scales.");
     if (!codes_transposed(job)) return;
     const int unit = facts_of(job.stored).block_values * 4;
     require(job.layout.columns % unit == 0 && (job.order == Order::kWordsTransposed || job.layout.rows % 8 == 0),
-            "Transposed codes must be whole words.");
+            "Transposed codes must be whole 32-bit words.");
 }
 
 void check(const Fill& job, int teams) {
     const StoredFacts facts = facts_of(job.stored);
     require(job.team >= 0 && job.team < teams, "A job's team does not exist in the pool.");
-    require(!plain_transposed(job) || facts.block_values == 1, "Blocks cannot be transposed.");
-    require(!plain_transposed(job) || !job.plain, "Plain rows are not transposed.");
+    require(!plain_transposed(job) || facts.block_values == 1, "A stored type with blocks cannot be transposed.");
+    require(!plain_transposed(job) || !job.plain, "A transposed source cannot be written as plain rows.");
     const int values = plain_transposed(job) ? job.layout.rows : job.layout.columns;
-    require(values % facts.block_values == 0, "Rows must be whole blocks.");
-    require(stored_bytes(job) <= kScratchBytes / kInputUnit / 8, "Rows are too long.");
+    require(values % facts.block_values == 0, "Rows must be whole blocks of the stored type.");
+    require(stored_bytes(job) <= kScratchBytes / kInputUnit / 8, "A stored row is too long for a worker's scratch.");
     require(job.stride >= (codes_transposed(job) ? transposed_bytes(job.order, job.layout.rows) : stored_bytes(job)),
-            "Rows overlap.");
-    require(is_coded(job.stored) || !codes_transposed(job), "Only codes can be transposed by words.");
+            "Stored rows overlap: the stride is less than a row.");
+    require(is_coded(job.stored) || !codes_transposed(job), "Only quantised types can be transposed by words.");
     if (is_coded(job.stored)) check_codes(job);
     if (job.plain || job.layout.format == Format::kBf16) return;
     if (is_coded(job.stored)) {
@@ -268,7 +268,7 @@ void fill(Pool& pool, const std::vector<Fill>& jobs) {
 }
 
 void decode(const Fill& job, float* to) {
-    require(job.fd < 0 && is_coded(job.stored), "Only codes in memory can be decoded.");
+    require(job.fd < 0 && is_coded(job.stored), "Only quantised types in memory can be dequantised.");
     check(job, 1);
     const Part part{&job, 0, 0, job.layout.rows};
     std::vector<uint8_t> buffer(codes_transposed(job) ? size_t(part.count) * stored_bytes(job) + 64 : 0);

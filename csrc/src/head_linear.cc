@@ -62,10 +62,11 @@ void check(const HeadLinear& op) {
     const Layout& l = op.weights->layout;
     require(l.format == Format::kBf16, "The weights of heads must be bfloat16.");
     require(op.carried >= 0 && op.carried <= 1 << 16, "The number of carried elements must be between 0 and 2^16.");
-    require(op.x_apart >= l.columns + op.carried && op.y_apart >= l.rows + op.carried, "Heads overlap.");
+    require(op.x_apart >= l.columns + op.carried && op.y_apart >= l.rows + op.carried,
+            "Heads overlap: x_apart or y_apart is less than a head.");
     const int64_t before = op.weights->count - 1;
-    check_rows(op.x, op.x_stride, before * op.x_apart + l.columns + op.carried, "The input of heads");
-    check_rows(op.y, op.y_stride, before * op.y_apart + l.rows + op.carried, "The output of heads");
+    check_rows(op.x, op.x_stride, before * op.x_apart + l.columns + op.carried, "the input of heads");
+    check_rows(op.y, op.y_stride, before * op.y_apart + l.rows + op.carried, "the output of heads");
 }
 
 void run(const HeadLinear& op, Host& host, int tokens, int lane) {

@@ -39,7 +39,7 @@ inline void require_lane(const Host& host, int lane) {
     if (lane < 0 || lane >= host.pool.lanes())
         throw Error(PROA_ERROR_ARGUMENT, "Lane " + std::to_string(lane) +
                                              " does not exist: the pool was created with " +
-                                             std::to_string(host.pool.lanes()) + " of them, numbered from 0.");
+                                             std::to_string(host.pool.lanes()) + " lanes, numbered from 0.");
 }
 
 }  // namespace proa

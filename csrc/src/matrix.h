@@ -1,4 +1,5 @@
-// Packed weight matrices: one, or the experts of a layer. Belongs here: where panels are. Never: ownership of memory.
+// Packed weight matrices: one, or the experts of a layer. Belongs here: addresses of panels. Never: ownership of
+// memory.
 #pragma once
 
 #include <cstdint>

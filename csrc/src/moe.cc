@@ -104,8 +104,8 @@ void sort(Call& call, int tokens) {
     for (int i = 0; i < choices; ++i) {
         const int id = op.top_k ? op.ids[i] : 0;
         if (id < -1 || id >= experts)
-            throw Error(PROA_ERROR_ARGUMENT,
-                        "Expert id " + std::to_string(id) + " is not one of " + std::to_string(experts) + " experts.");
+            throw Error(PROA_ERROR_ARGUMENT, "Expert id " + std::to_string(id) + " does not exist: there are " +
+                                                 std::to_string(experts) + " experts.");
         if (id >= 0) ++counts[id + 1];
     }
     for (int e = 0; e < experts; ++e) {

@@ -10,7 +10,7 @@
 namespace proa {
 
 struct Experts {
-    const Matrix* gate_up;  // panels of gate and up alternate; only gates without has_gate
+    const Matrix* gate_up;  // panels of gate and up alternate; without has_gate only up
     const Matrix* down;
     Activation activation;
     float limit;             // of the clamped SwiGLU

@@ -14,7 +14,7 @@ void look_up_bytes(const uint16_t (&table)[16], const uint8_t* codes, int bytes,
 }
 
 #if defined(__x86_64__)
-// The only use of more than baseline x86-64 here; every CPU that Proa supports has SSSE3.
+// Needs SSSE3 for pshufb, which look_up_nibbles checks: baseline x86-64 has only SSE2.
 __attribute__((target("ssse3"))) void look_up_by_shuffles(const uint16_t (*tables)[16], int group_bytes,
                                                           const uint8_t* codes, int bytes, uint16_t* to) {
     const __m128i byte = _mm_set1_epi16(0xff), nibble = _mm_set1_epi8(15);

@@ -38,7 +38,8 @@ void Outbox::write(const void* data, size_t size) {
 
 void Outbox::flush() {
     finish();
-    if (error_) throw Error(PROA_ERROR_SYSTEM, "The message cannot be sent: " + std::string(std::strerror(error_)));
+    if (error_)
+        throw Error(PROA_ERROR_SYSTEM, "The message cannot be sent: " + std::string(std::strerror(error_)) + ".");
 }
 
 void Outbox::finish() {

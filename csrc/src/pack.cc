@@ -121,8 +121,8 @@ void put_scales(const Layout& l, const Source& s, int first, int rows, uint8_t* 
 
 namespace {
 
-// True if 16-bit values are finite, given the bitwise or of their words. Weights are seldom as large as 2, and smaller
-// values lack the exponent's highest bit: only otherwise is each value checked.
+// True if 16-bit values are finite, given the bitwise or of their words. Values below 2 lack the exponent's highest
+// bit, and weights are seldom larger: values are tested one by one only if some word has that bit.
 bool finite_rows(const Layout& l, const Source& s, int first, int rows, uint32_t seen) {
     if (!(seen & 0x40004000)) return true;
     const Stored type = l.format == Format::kBf16 ? Stored::kBf16 : Stored::kF16;

@@ -1,5 +1,5 @@
-// Unpacks GGUF blocks (ggml's layouts) into packed formats, exactly: codes of types without a format of their own are
-// widened, table entries become integers, two-level scales become float32.
+// Unpacks GGUF blocks (ggml's layouts) into packed formats, exactly. Types without a format of their own are widened:
+// codes to more bits, table entries to integers, two-level scales to float32.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -81,7 +81,7 @@ void take_q8(const uint8_t* block, int i, const Row& row) {
     for (int k = 0; k < 8; ++k) row.words[i * 8 + k] = word_of_bytes(read<uint32_t>(block + 2 + k * 4));
 }
 
-// d, dmin, 12 bytes of scales, 128 bytes of nibbles: 32 with the codes of two groups each.
+// d, dmin, 12 bytes of scales, 128 bytes of nibbles, of which each 32 have the codes of two groups.
 void take_q4_k(const uint8_t* block, int i, const Row& row) {
     std::memcpy(row.block_scales + i * 2, block, 2);
     std::memcpy(row.block_mins + i * 2, block + 2, 2);
@@ -94,7 +94,7 @@ void take_q4_k(const uint8_t* block, int i, const Row& row) {
     }
 }
 
-// d, dmin, 12 bytes of scales, 32 of fifth bits, a bit of each group, 128 of nibbles as in Q4_K.
+// d, dmin, 12 bytes of scales, 32 of fifth bits (bit g for group g), 128 of nibbles as in Q4_K.
 void take_q5_k(const uint8_t* block, int i, const Row& row) {
     std::memcpy(row.block_scales + i * 2, block, 2);
     std::memcpy(row.block_mins + i * 2, block + 2, 2);
@@ -203,7 +203,8 @@ bool pack_blocks(Stored type, const Layout& l, const uint8_t* blocks, size_t row
     const KeptFormat kept = kept_format(type);
     if (l.columns % facts.block_values || l.format != kept.format || l.group != kept.group)
         throw Error(PROA_ERROR_ARGUMENT, "Rows of " + std::to_string(l.columns) + " columns are not whole blocks of " +
-                                             std::to_string(facts.block_values) + ", or the format is another.");
+                                             std::to_string(facts.block_values) +
+                                             ", or the layout has another format or group than the type.");
     const int count = l.columns / facts.block_values;
     PanelRows parts(l, count);
     bool finite = true;

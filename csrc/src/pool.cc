@@ -148,7 +148,7 @@ void Pool::announce(const Phase& phase, int lane_index) {
 
 void Pool::check(const Phase& phase) const {
     if (phase.begin[phase.nodes] > kMaxTasks || phase.nodes > nodes())
-        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
+        throw Error(PROA_ERROR_ARGUMENT, "A phase must have at most 2^20 tasks, and at most the nodes of the pool.");
 }
 
 void Pool::take_lane(Lane& lane) {
@@ -178,8 +178,8 @@ void Pool::run_alone(const Phase& phase, int lane_index) {
     }
 }
 
-// After an error: no worker starts another task of the open phase, or of the announced one. Returns when none is inside
-// a task.
+// Ends a lane's phases after an error: no worker starts another task of the open or the announced one. Returns when no
+// worker is inside a task.
 void Pool::abandon(Lane& lane) {
     empty(lane);
     lane.done.store(0), lane.tasks.store(0);
@@ -209,7 +209,7 @@ void Pool::finish(int lane_index, Worker& self) {
     }
 }
 
-// Repeats a task that has been running for longer than this thread's tasks have taken. False if it is too early for
+// Repeats a task that has been running for much longer than this thread's own tasks take. False if it is too early for
 // that.
 bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     if (now_ns() - waiting_since_ns < std::max(kRedoAfterNs, 2 * self.longest_ns)) return false;
@@ -232,8 +232,8 @@ bool Pool::hold(int lane_index, Worker& worker) {
     for (int spins = 0; after(lane.epoch.load(std::memory_order_acquire)) == epoch; ++spins) {
         if (fetch_early(lane_index, worker)) continue;
         relax();
-        // The open phase may have been opened after this worker looked for its tasks, which nobody else may take if
-        // they belong to a node of which this is the only worker.
+        // The open phase may have been opened after this worker looked for tasks of it. If this is its node's only
+        // worker, no other thread may take that node's tasks.
         if (any_open(lane, worker.node)) break;
         const auto before = all_lanes().first(size_t(lane_index));
         if (std::any_of(before.begin(), before.end(), [&](const Lane& first) { return any_work(first, worker.node); }))
@@ -340,7 +340,7 @@ void Pool::rest(const Worker& worker) {
 }
 
 void Pool::use(const std::vector<int>& workers) {
-    require(int(workers.size()) == nodes(), "There must be one number of workers per team.");
+    require(int(workers.size()) == nodes(), "There must be one number of workers for each team.");
     for (int node = 0; node < nodes(); ++node) {
         const int all = int(options_.teams[size_t(node)].size()), least = node > 0 && all > 0;
         require(workers[size_t(node)] >= least && workers[size_t(node)] <= all,
@@ -378,7 +378,7 @@ void Pool::check_bound() const {
 void Pool::check_alive() const {
     for (const auto& worker : workers_)
         if (!worker->alive.load(std::memory_order_acquire))
-            throw WorkerDied("a worker thread of the CPU pool on CPU " + std::to_string(worker->cpu) + " has ended");
+            throw WorkerDied("A worker thread of the CPU pool on CPU " + std::to_string(worker->cpu) + " has ended.");
 }
 
 }  // namespace proa

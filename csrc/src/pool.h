@@ -112,9 +112,8 @@ class Pool {
     void post(const Phase& phase);
     void withdraw();  // no further task of the posted phase is started
 
-    // Active workers do not sleep until let_sleep has been called as often: for work that a GPU submits, which cannot
-    // wake them.
-    // Thread-safe.
+    // Active workers do not sleep until let_sleep has been called as many times: for work that a GPU submits, which
+    // cannot wake them. Thread-safe.
     void keep_awake();
     void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
 
@@ -140,8 +139,8 @@ class Pool {
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
     };
-    struct Posted {  // late workers read it while it is replaced: every field is atomic, and look_up() checks `epoch`
-                     // before and after
+    // Late workers read it while it is replaced: every field is atomic, and look_up() checks `epoch` before and after.
+    struct Posted {
         std::atomic<uint64_t> epoch{0};
         std::atomic<decltype(Phase::run)> run{nullptr};
         std::atomic<decltype(Phase::run_before)> run_before{nullptr};
@@ -237,7 +236,7 @@ class Pool {
     Lane idle_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<bool> stop_{false}, kill_{false};
-    alignas(64) std::atomic<uint32_t> bell_{0};
+    alignas(64) std::atomic<uint32_t> bell_{0};  // sleeping workers wait on it; incremented to wake them
     std::atomic<int> asleep_{0};
     std::atomic<int> awake_{0};                // keep_awake calls minus let_sleep calls
     std::atomic<int> wanted_[kMaxNodes] = {};  // active workers of each team

@@ -13,7 +13,7 @@ constexpr size_t kAllSeen = ~size_t(0);
 
 }  // namespace
 
-// Opens a posted phase: workers start its tasks.
+// Opens a phase, which it posts unless it was announced: workers start its tasks.
 void Pool::open(Lane& lane, const Phase& phase) {
     const uint64_t epoch = after(lane.epoch.load(std::memory_order_relaxed));
     lane.done.store(0, std::memory_order_relaxed);
@@ -61,7 +61,7 @@ std::atomic<uint32_t>& Pool::Lane::claimed(int task) const {
 bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     Posted& posted = lane.posted[epoch & 1];
     if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
-    task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
+    task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is read again
     task.run_before = posted.run_before.load(std::memory_order_acquire);
     task.publish = posted.publish.load(std::memory_order_acquire);
     task.context = posted.context.load(std::memory_order_acquire);

@@ -139,8 +139,8 @@ void place(const Route& op, int first, int last, const std::byte* scratch) {
     std::memcpy(op.weights + begin, scratch + count * sizeof(int32_t), count * sizeof(float));
 }
 
-// The largest of `count` values; `finite` becomes false if one is NaN or Inf. Written lane by lane, so that every
-// compiler vectorises it.
+// Returns the largest of `count` values; `finite` becomes false if one is NaN or Inf. Written lane by lane, so that
+// every compiler vectorises it.
 float most_of(const float* x, int count, bool& finite) {
     constexpr int kLanes = 16;
     float most[kLanes], zeros[kLanes] = {};
@@ -163,7 +163,7 @@ float most_of(const float* x, int count, bool& finite) {
 }
 
 int32_t best_of(const float* x, int width) {
-    constexpr int kBlock = 1024;  // the id is looked for in one block
+    constexpr int kBlock = 1024;  // the argmax is searched for in one block
     bool finite = true;
     float best = -std::numeric_limits<float>::infinity();
     int block = 0;
@@ -230,7 +230,8 @@ void check_range(const int64_t* values, int count, int64_t end, const char* what
     for (int i = 0; i < count; ++i)
         if (values[i] < 0 || values[i] >= end)
             throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " " + std::to_string(values[i]) + " of row " +
-                                                 std::to_string(i) + " is not one of " + std::to_string(end) + ".");
+                                                 std::to_string(i) + " does not exist: there are " +
+                                                 std::to_string(end) + ".");
 }
 
 void check_size(int64_t size, int64_t most, const char* what) {
@@ -243,52 +244,52 @@ constexpr int64_t kMostWidth = 1 << 24, kMostHeads = 4096, kMostExperts = 1 << 2
 }  // namespace
 
 void check_rows(const void* data, int64_t stride, int64_t width, const char* what) {
-    if (!data) throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " is a null pointer.");
+    if (!data) throw Error(PROA_ERROR_ARGUMENT, std::string("The pointer to ") + what + " is null.");
     if (stride < width)
-        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " has rows of " + std::to_string(width) +
-                                             " values, but only " + std::to_string(stride) + " lie between them.");
+        throw Error(PROA_ERROR_ARGUMENT, std::string("The stride of ") + what + " is " + std::to_string(stride) +
+                                             " values, but rows have " + std::to_string(width) + ".");
 }
 
 void check(const Embed& op) {
     check_size(op.width, kMostWidth, "The width of an embedding");
-    check_size(op.vocabulary, kMostPages, "The vocabulary");
+    check_size(op.vocabulary, kMostPages, "The size of the vocabulary");
     require(op.tokens && op.table, "Token ids or their table are a null pointer.");
-    check_rows(op.out.data, op.out.stride, op.width, "The output");
+    check_rows(op.out.data, op.out.stride, op.width, "the output");
 }
 
 void check(const RmsNorm& op) {
     check_size(op.width, kMostWidth, "The width of a norm");
-    check_size(op.groups, kMostHeads, "The groups of a norm");
+    check_size(op.groups, kMostHeads, "The number of groups of a norm");
     const int64_t width = int64_t(op.width) * op.groups;
     require(width <= kMostWidth, "The rows of a norm are too long.");
     require(op.weight, "The weight of a norm is a null pointer.");
     require(op.apart == 0 || op.apart >= op.width, "Groups of a norm's input overlap.");
     const int64_t reach = width + int64_t(op.groups - 1) * (op.apart ? op.apart - op.width : 0);
-    check_rows(op.x.data, op.x.stride, reach, "The input of a norm");
-    check_rows(op.out.data, op.out.stride, width, "The output of a norm");
+    check_rows(op.x.data, op.x.stride, reach, "the input of a norm");
+    check_rows(op.out.data, op.out.stride, width, "the output of a norm");
 }
 
 void check(const Add& op) {
     check_size(op.width, kMostWidth, "The width of a sum");
-    check_rows(op.x.data, op.x.stride, op.width, "The first summand");
-    check_rows(op.y.data, op.y.stride, op.width, "The second summand");
+    check_rows(op.x.data, op.x.stride, op.width, "the first summand");
+    check_rows(op.y.data, op.y.stride, op.width, "the second summand");
 }
 
 void check(const GatedAdd& op) {
     check_size(op.width, kMostWidth, "The width of a sum");
-    check_rows(op.routed.data, op.routed.stride, op.width, "The routed experts' output");
-    check_rows(op.gate.data, op.gate.stride, 1, "The shared expert's gate");
-    check_rows(op.shared.data, op.shared.stride, op.width, "The shared expert's output");
-    check_rows(op.out.data, op.out.stride, op.width, "The output");
+    check_rows(op.routed.data, op.routed.stride, op.width, "the routed experts' output");
+    check_rows(op.gate.data, op.gate.stride, 1, "the shared expert's gate");
+    check_rows(op.shared.data, op.shared.stride, op.width, "the shared expert's output");
+    check_rows(op.out.data, op.out.stride, op.width, "the output");
 }
 
 void check(const Gate& op) {
     check_size(op.heads, kMostHeads, "The number of heads");
     check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
     check_size(op.apart, kMostWidth / kMostHeads, "The distance between gates");
-    require(op.apart >= op.head_dim, "Gates overlap.");
-    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "The input of a gate");
-    check_rows(op.gate.data, op.gate.stride, int64_t(op.heads - 1) * op.apart + op.head_dim, "The gate");
+    require(op.apart >= op.head_dim, "Gates overlap: their distance is less than a head.");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "the input of a gate");
+    check_rows(op.gate.data, op.gate.stride, int64_t(op.heads - 1) * op.apart + op.head_dim, "the gate");
 }
 
 void check(const Rotary& op) {
@@ -296,50 +297,51 @@ void check(const Rotary& op) {
     check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
     check_size(op.half, op.head_dim / 2, "Half of the rotary dimensions");
     require(op.cos && op.sin, "The angles are a null pointer.");
-    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "The input of a rotary embedding");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "the input of a rotary embedding");
 }
 
 void check(const KvPages& c) {
     check_size(c.pages, kMostPages, "The number of pages");
-    check_size(c.page_tokens, 1 << 16, "The tokens of a page");
+    check_size(c.page_tokens, 1 << 16, "The number of tokens per page");
     check_size(c.kv_heads, kMostHeads, "The number of KV heads");
     check_size(c.key_dim, kMostHeadDim, "The dimension of a key");
     check_size(c.value_dim, kMostHeadDim, "The dimension of a value");
     require(c.type == KvType::kBf16 || c.type == KvType::kE4m3, "A KV cache must be bfloat16 or e4m3.");
     require(std::isnormal(c.key_scale) && c.key_scale > 0 && std::isnormal(c.value_scale) && c.value_scale > 0,
-            "Scales of a KV cache must be positive.");
+            "Scales of a KV cache must be positive normal numbers.");
     require(c.type == KvType::kE4m3 || (c.key_scale == 1 && c.value_scale == 1), "Only a KV cache of e4m3 has scales.");
     require(c.key_dim % 2 == 0 && c.value_dim % 2 == 0, "Dimensions of keys and values must be even.");
-    check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "The key cache");
-    check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "The value cache");
+    check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "the key cache");
+    check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "the value cache");
 }
 
 void check(const WriteKv& op) {
     check(op.cache);
-    check_rows(op.keys.data, op.keys.stride, int64_t(op.cache.kv_heads) * op.cache.key_dim, "The keys");
-    check_rows(op.values.data, op.values.stride, int64_t(op.cache.kv_heads) * op.cache.value_dim, "The values");
+    check_rows(op.keys.data, op.keys.stride, int64_t(op.cache.kv_heads) * op.cache.key_dim, "the keys");
+    check_rows(op.values.data, op.values.stride, int64_t(op.cache.kv_heads) * op.cache.value_dim, "the values");
     require(op.slots, "The slots are a null pointer.");
 }
 
 void check(const Route& op) {
     const RouterRule& rule = op.rule;
     check_size(rule.experts, kMostExperts, "The number of experts");
-    check_size(rule.top_k, rule.experts, "The experts of a token");
-    require(rule.score == PROA_SCORE_SOFTMAX || rule.score == PROA_SCORE_SIGMOID, "There is no such score of experts.");
-    check_size(rule.groups, std::min(rule.experts, kMostExpertGroups), "The groups of experts");
-    check_size(rule.kept, rule.groups, "The groups that are kept");
+    check_size(rule.top_k, rule.experts, "top_k");
+    require(rule.score == PROA_SCORE_SOFTMAX || rule.score == PROA_SCORE_SIGMOID,
+            "The score must be one of PROA_SCORE_*.");
+    check_size(rule.groups, std::min(rule.experts, kMostExpertGroups), "The number of groups of experts");
+    check_size(rule.kept, rule.groups, "The number of kept groups");
     const int size = rule.experts / rule.groups;
     require(size * rule.groups == rule.experts, "The number of experts must be a multiple of the number of groups.");
-    check_size(rule.best_of, std::min(size, 2), "The experts that a group is scored by");
+    check_size(rule.best_of, std::min(size, 2), "best_of");
     require(rule.top_k <= rule.kept * size, "The kept groups have fewer experts than top_k.");
-    check_rows(op.logits, op.stride, rule.experts, "The logits");
+    check_rows(op.logits, op.stride, rule.experts, "the logits");
     require(op.ids && op.weights, "Ids or weights are a null pointer.");
 }
 
 void check(const Argmax& op) {
     check_size(op.width, kMostWidth, "The number of logits");
-    check_rows(op.logits, op.stride, op.width, "The logits");
-    require(op.ids, "The place for ids is a null pointer.");
+    check_rows(op.logits, op.stride, op.width, "the logits");
+    require(op.ids, "The output of ids is a null pointer.");
 }
 
 void run(const Embed& op, Host& host, int rows, int lane) {

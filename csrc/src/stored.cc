@@ -1,5 +1,5 @@
-// Blocks: d and m are float16; "low nibbles first" means that elements 0 to 15 lie in bits 0 to 3 of bytes 0 to 15 and
-// elements 16 to 31 in bits 4 to 7.
+// In ggml's blocks, d, m and dmin are float16. Where a block of 32 has nibbles, elements 0 to 15 are in the low ones of
+// 16 bytes, and elements 16 to 31 in the high ones.
 #include "stored.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ struct Codes {
             put(i + k, both & kNibbles), put(i + 16 + k, both >> 4 & kNibbles);
         }
     }
-    // Bit i of 32 is worth 16 in code i.
+    // Adds the fifth bits: bit i of `bits` adds 16 to code i.
     void add_fifths(const uint8_t* bits) {
         for (int k = 0; k < N; k += 8) put(k, read<uint64_t>(at + k) | sixteens(bits[k / 8]));
     }
@@ -95,7 +95,7 @@ void scale_groups(const uint8_t* b, const uint8_t* codes, float* to) {
         scale_and_add<32>(codes + g * 32, float(scales[g]) * d, -(float(mins[g]) * dmin), to + g * 32);
 }
 
-// Code i of groups 2 g and 2 g + 1 in the nibbles of byte 32 g + i.
+// Codes i of groups 2 g and 2 g + 1 are the nibbles of byte 32 g + i.
 void q4_k(const uint8_t* b, float* to) {
     Codes<256> codes;
     for (int i = 0; i < 128; i += 8) {
@@ -177,7 +177,7 @@ void mxfp4(const uint8_t* b, float* to) {
     for (int i = 0; i < 32; ++i) to[i] = e2m1(codes.at[i]) * e8m0(b[0]);
 }
 
-// Two values of each byte, that in the low bits first.
+// Two values per byte, the one in the low bits first.
 template <class Value>
 void nibbles(const uint8_t* from, size_t values, float* to, Value&& value) {
     for (size_t i = 0; i < values / 2; ++i) {

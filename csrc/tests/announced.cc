@@ -51,7 +51,8 @@ Phase phase_of(Link& link, int nodes) {
     return phase;
 }
 
-// Chains of phases: the first may be announced too, some have nothing to prefetch, some no tasks, workers come late.
+// Chains of phases: the first may be announced too, some have nothing to prefetch, some have no tasks, and workers are
+// late.
 void chains_are_done_in_order() {
     const auto late = [] {
         static thread_local unsigned tasks = 0;
@@ -121,7 +122,7 @@ void the_first_lane_has_priority_over_waiting() {
     phase.publish = [](const void* context, int, const std::byte*) {
         auto& all = *const_cast<Both*>(static_cast<const Both*>(context));
         all.here.fetch_add(1);
-        while (all.here.load() < 2) std::this_thread::yield();  // the worker does come
+        while (all.here.load() < 2) std::this_thread::yield();  // until the worker comes
     };
     pool.run(phase);
     both.over.store(true);
@@ -130,8 +131,8 @@ void the_first_lane_has_priority_over_waiting() {
     CHECK(both.link.each_once());
 }
 
-// The first thread to run the only task is stuck until another one has done it, while the others hold tasks of the next
-// phase.
+// The first thread to run the only task blocks until another thread has done it, while the others hold tasks of the
+// next phase.
 void waiting_workers_repeat_late_tasks() {
     Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 100000, .redo = true});
     for (int i = 0; i < 20; ++i) {

@@ -1,5 +1,5 @@
-// Arenas with every kind of page. On a machine with several NUMA nodes (tools/numa_in_qemu.sh emulates one) also: pages
-// lie on the node they were bound to, according to numa_maps.
+// Arenas with every kind of page. On a machine with several NUMA nodes (tools/numa_in_qemu.sh emulates one), numa_maps
+// must show that pages lie on the node they were bound to.
 
 #include "arena.h"
 
@@ -98,8 +98,8 @@ void test_each_kind() {
     use(anonymous);
     CHECK(anonymous.info().pages == PROA_PAGES_ANON_HUGE && anonymous.fd() == -1);
     CHECK(contains(anonymous.info().reason, "not sharable"));
-    Arena sharable(5 * kMib, -1, PROA_ARENA_SHARED, facts);
-    CHECK(sharable.info().pages == PROA_PAGES_SMALL && sharable.fd() >= 0);
+    Arena shared(5 * kMib, -1, PROA_ARENA_SHARED, facts);
+    CHECK(shared.info().pages == PROA_PAGES_SMALL && shared.fd() >= 0);
 
     facts.shmem_huge = true;
     Arena shmem(5 * kMib, -1, 0, facts);
@@ -129,7 +129,7 @@ void test_sharing() {
     CHECK(other != MAP_FAILED);
     arena.data()[12345] = 7;
     CHECK(static_cast<char*>(other)[12345] == 7);
-    CHECK(ftruncate(arena.fd(), 4096) != 0);  // sealed: no reader can lose its pages
+    CHECK(ftruncate(arena.fd(), 4096) != 0);  // sealed: a process that maps the file cannot lose its pages
     munmap(other, 2 * kMib);
 }
 
@@ -178,11 +178,11 @@ void test_refusals() {
     use(unbound);
     CHECK(code_of([] { Arena(*proa::available_bytes(-1) * 2, -1, 0); }) == PROA_ERROR_MEMORY);
 
-    Arena dealt(1, -1, 0);
-    CHECK(code_of([&] { dealt.interleave({}); }) == PROA_ERROR_ARGUMENT);
-    CHECK(code_of([&] { dealt.interleave({-1}); }) == PROA_ERROR_ARGUMENT);
-    CHECK(code_of([&] { dealt.interleave({1024}); }) == PROA_ERROR_ARGUMENT);
-    CHECK(code_of([&] { dealt.interleave({1022, 1023}); }) == PROA_ERROR_SYSTEM);
+    Arena interleaved(1, -1, 0);
+    CHECK(code_of([&] { interleaved.interleave({}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { interleaved.interleave({-1}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { interleaved.interleave({1024}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { interleaved.interleave({1022, 1023}); }) == PROA_ERROR_SYSTEM);
 
     Arena arena(10, -1, 0);
     CHECK(code_of([&] { arena.touch(11, 0); }) == PROA_ERROR_ARGUMENT);
@@ -239,7 +239,7 @@ void check_node(int node, bool has_memory) {
     }
 }
 
-// One arena of each kind over several nodes: each of them has its share.
+// One arena of each kind over several nodes: each node has its share.
 void check_interleaved(const std::vector<int>& nodes) {
     auto huge = no_huge_pages();
     huge.shmem_huge = huge.anon_huge = true;
@@ -273,7 +273,7 @@ int fill_node(int node, size_t bytes, const PageFacts& facts) {
 void check_exhaustion(int node) {
     const size_t bytes = *proa::available_bytes(node) / 10 * 6;
     if (bytes > 500 * kMib) {
-        std::printf("skipped: filling the memory of node %d takes too much of this machine's\n", node);
+        std::printf("skipped: node %d has too much memory to fill\n", node);
         return;
     }
     for (const auto& facts : {PageFacts::probe(), no_huge_pages()}) fill_node(node, bytes, facts);
@@ -284,7 +284,7 @@ void check_exhaustion(int node) {
 
 void test_nodes() {
     if (access("/proc/self/numa_maps", R_OK) != 0) {
-        std::printf("skipped: this system has no /proc/self/numa_maps, so where pages lie cannot be seen\n");
+        std::printf("skipped: this system has no /proc/self/numa_maps, which shows the nodes of pages\n");
         return;
     }
     if (const Arena trial(1, 0, 0);

@@ -43,12 +43,12 @@ const Case kCases[] = {
     {{1, 3, 1}, {700, 70, 5}, 16, 1, 576, 512, 16, 0, false},  // few rows in panels, split
     {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},           // a group beyond a block of rows
     {{300}, {300}, 1, 1, 64, 64, 16, 0, true},                 // several blocks of rows
-    // Heads of no multiple of 8 dimensions.
+    // Dimensions of heads that are not multiples of 8.
     {{1, 1, 9}, {1000, 517, 40}, 3, 1, 100, 100, 16, 0, false},
     {{1, 40}, {200, 200}, 6, 3, 20, 20, 7, 7, true},
     {{2, 17}, {129, 130}, 2, 2, 6, 10, 16, 0, false},
     {{8}, {3000}, 4, 2, 34, 62, 16, 0, true},
-    // In e4m3.
+    // Caches in e4m3.
     {{1, 6, 40}, {1000, 517, 40}, 3, 3, 100, 100, 16, 0, false, kE4m3},
     {{2, 17}, {129, 130}, 6, 3, 22, 34, 16, 0, false, kE4m3},
     {{1, 1}, {1000, 517}, 3, 1, 80, 80, 16, 0, false, kE4m3},
@@ -80,7 +80,7 @@ bool keeps_subnormals() { return true; }
 struct Problem {
     const Case& c;
     int rows = 0, most_pages = 0, pages = 0;
-    std::vector<std::vector<float>> keys, values;  // of each sequence, as they are stored
+    std::vector<std::vector<float>> keys, values;  // by sequence; dequantised from the cache
     std::vector<uint8_t> cached_keys, cached_values;
     std::vector<uint16_t> queries;
     std::vector<int32_t> table;
@@ -122,7 +122,7 @@ struct Problem {
     }
     int elem_bytes() const { return c.type == kE4m3 ? 1 : 2; }
 
-    // Rows of the cache at `slots`, in order.
+    // Reads the cache's rows at `slots`, dequantised, in order.
     std::vector<float> read(const std::vector<uint8_t>& cached, const std::vector<int64_t>& slots, int width,
                             float scale) const {
         std::vector<float> out;
@@ -286,7 +286,7 @@ void wrong_batches_are_refused() {
 
 int main() {
     if (!keeps_subnormals())
-        std::fprintf(stderr, "no subnormal codes of e4m3 here: this machine drops their float16\n");
+        std::fprintf(stderr, "without subnormal e4m3 values: this machine flushes subnormal float16\n");
     Random random(1);
     for (const Case& c : kCases) attention_is_right(c, random);
     steps_follow_one_another();

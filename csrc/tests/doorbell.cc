@@ -119,7 +119,7 @@ struct Bench {
     }
 };
 
-// The GPU's part.
+// Rings and waits in place of the GPU.
 bool ring_and_wait(proa::Doorbell& bell, proa::Way way, uint32_t number, int64_t timeout_us) {
     if (way != proa::Way::kCalls) {
         bell.ring(number);
@@ -130,7 +130,7 @@ bool ring_and_wait(proa::Doorbell& bell, proa::Way way, uint32_t number, int64_t
     return bell.wait(number, 0);
 }
 
-// The error code that `check` throws, or 0.
+// Returns the error code that `check` throws, or 0.
 int failure(proa::Doorbell& bell, std::string* what = nullptr) {
     try {
         bell.check();
@@ -151,12 +151,12 @@ void answers_are_the_experts(int pool, proa::Way way, int rounds) {
         for (int layer = 0; layer < kLayers; ++layer) {
             const Job job(random, layer, 1 + random.below(kMostTokens));
             const std::vector<float> want = job.exact(*bench.layers[size_t(layer)], bench.host);
-            CHECK(failure(*bell) == 0);  // and it has checked the last y, so that the test may overwrite it
+            CHECK(failure(*bell) == 0);  // the last y has been checked, so the test may overwrite it
             std::fill_n(bench.block.at<float>(bench.block.layout.y), want.size(),
                         std::numeric_limits<float>::quiet_NaN());
             job.write(bench.block, way, ++number);
             CHECK(ring_and_wait(*bell, way, number, 60 * kSecond));
-            for (int i = 0; i < random.below(3) && way != proa::Way::kNumber; ++i)  // nothing for the CPU
+            for (int i = 0; i < random.below(3) && way != proa::Way::kNumber; ++i)  // the same number: no job
                 CHECK(ring_and_wait(*bell, way, number, 60 * kSecond));
             CHECK(!std::memcmp(want.data(), bench.block.at<float>(bench.block.layout.y), want.size() * 4));
         }
@@ -244,14 +244,14 @@ void predictions_change_no_answer(int pool) {
         CHECK(!std::memcmp(want.data(), bench.block.at<float>(l.y), want.size() * 4));
         const auto after = bell->counters();
         CHECK(after.foreseen - before.foreseen <= after.experts - before.experts);
-        CHECK(after.gaps - before.gaps == (layer ? 1 : 0));  // the first layer's is the next step's
+        CHECK(after.gaps - before.gaps == (layer ? 1 : 0));  // none before the first layer, which begins a step
         CHECK((after.gap_ns > before.gap_ns) == (layer > 0));
     }
     bell->disarm();
     CHECK(bell->counters().foreseen > 0);
 }
 
-// Every bad job ends the wait, and all that follow.
+// Every bad job ends its wait and all later ones.
 void failures_end_every_wait(proa::Way way) {
     const auto expect = [way](int code, const char* text, const std::function<void(Bench&, proa::Doorbell&)>& spoil) {
         Bench bench(1);

@@ -137,7 +137,8 @@ void experts_agree(proa::Format format, int tokens) {
     });
 }
 
-// Tasks are whole units, and from four panels on multiples of four, so that panels always share activations.
+// Tasks are whole units, and multiples of four panels if they have at least four, so that panels always share
+// activations.
 void tasks_have_whole_tiles() {
     for (int unit : {1, 2})
         for (size_t streamed : {size_t(1) << 10, size_t(18) << 10, size_t(60) << 10, size_t(300) << 10})

@@ -75,7 +75,7 @@ void same_on_every_pool(proa::Stored stored, proa::Format format, int group, boo
     });
 }
 
-// Codes in every order: parts of a job, beginning at any row, give the bytes of the whole.
+// Codes in every order: every pool, from a file or from memory, writes the same bytes.
 void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format format, int rows) {
     constexpr int kGroup = 32, kCodedColumns = 320;
     const proa::Layout l = proa::layout_of(format, rows, kCodedColumns, kGroup);
@@ -128,13 +128,13 @@ void looks_up_alike_with_and_without_shuffles() {
             proa::look_up_nibbles(tables, group_bytes, codes.data(), bytes, best.data());
             proa::look_up_nibbles_plainly(tables, group_bytes, codes.data(), bytes, plain.data());
             CHECK(best == plain);
-            CHECK(best.back() == 7);  // none beyond the last
+            CHECK(best.back() == 7);  // nothing is written beyond the last value
             for (int i = 0; i < 2 * bytes; ++i)
                 CHECK(best[size_t(i)] == tables[i / 2 / group_bytes][codes[size_t(i / 2)] >> i % 2 * 4 & 15]);
         }
 }
 
-// Values of every exponent, with NaN and ties, in groups of which the last is shorter.
+// Values of every exponent, with NaN and ties, in groups, the last of which is shorter.
 void scales_alike_with_and_without_vectors() {
     const std::vector<uint8_t> bits = random_bytes(300 * 4, 7), others = random_bytes(300 * 4, 8);
     std::vector<float> scales(300), floats(300);
@@ -180,7 +180,7 @@ void says_which_file_ends() {
             CHECK(failed.error == 0);
             which = failed.job;
         }
-        CHECK(which == kRows / proa::kPanelRows);  // the last
+        CHECK(which == kRows / proa::kPanelRows);  // the last job
     }
 }
 

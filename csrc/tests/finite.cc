@@ -77,11 +77,11 @@ void draws_the_line_where_infinity_begins() {
     CHECK(proa::all_finite(Stored::kE8m0, powers, 1) && !proa::all_finite(Stored::kE8m0, powers, 2));
 }
 
-// On every pool two good jobs succeed; of a good and a bad job, the second is reported as non-finite.
+// On every pool two finite jobs succeed; of a finite and a non-finite job, the second is reported.
 void expect_refused(proa::Fill good, proa::Fill bad) {
     const proa::Layout& l = good.layout;
     const size_t bytes = std::max(size_t(l.panels) * l.panel_bytes, size_t(l.rows) * size_t(l.columns) * 2);
-    std::vector<uint8_t> out(bytes), other(bytes);  // workers look at what they have written
+    std::vector<uint8_t> out(bytes), other(bytes);  // workers test the values that they have written
     good.out = out.data(), bad.out = other.data();
     for (int kind : kPools) {
         proa::Pool pool(pool_options(kind));
@@ -102,7 +102,8 @@ proa::Fill job_of(Stored stored, const void* from, const proa::Layout& l) {
     return {-1, reinterpret_cast<uint64_t>(from), stride, stored, Order::kRows, false, l, 1, nullptr, 0};
 }
 
-// Panels of the type's own format and of bfloat16, plain rows, and transposed ones, each with one bad value at the end.
+// Panels of the type's own format and of bfloat16, plain rows, and transposed ones, each with one non-finite value at
+// the end.
 void jobs_refuse(Stored stored) {
     const std::vector<uint8_t> good = finite_bytes(stored, kRows * kColumns, 5), bad = spoilt(stored, good);
     const auto refuse = [&](const proa::Layout& l, bool plain, Order order) {
@@ -151,7 +152,7 @@ void only_the_jobs_scales_count() {
     const proa::Layout l = proa::layout_of(Format::kFp8Panel, kRows, kColumns, 128);
     std::vector<float> scales(4 * kColumns / 128, 0.5f);
     scales.front() = NAN;  // of the 32 rows before the job's
-    scales.back() = NAN;   // of rows behind them
+    scales.back() = NAN;   // of rows after them
     proa::Fill job = job_of(Stored::kE4m3, codes.data(), l);
     const auto* data = reinterpret_cast<const uint8_t*>(scales.data());
     job.scales = {Stored::kF32, data, kColumns / 128 * 4, 32, 32, 128, nullptr, 1.f};

@@ -1,4 +1,4 @@
-// The e4m3 KV cache: every bfloat16 to its nearest code, every code back, any number of them.
+// The e4m3 KV cache: every bfloat16 value becomes the nearest code, every code its value, for any count.
 
 #include <algorithm>
 

@@ -62,7 +62,7 @@ class Random {
     std::normal_distribution<float> normal_;
 };
 
-// One thread; four of one node; three nodes.
+// Pools of one thread, of four threads on one node, and of four threads on three nodes.
 inline proa::PoolOptions pool_options(int kind) {
     proa::PoolOptions options;
     options.pin = false;
@@ -79,7 +79,7 @@ inline proa::PoolOptions pool_options(int kind) {
     return options;
 }
 #ifdef PROA_SANITIZED
-constexpr int kPools[] = {0, 2};  // without threads, and with several nodes
+constexpr int kPools[] = {0, 2};  // without workers, and with several nodes
 #else
 constexpr int kPools[] = {0, 1, 2};
 #endif
@@ -106,7 +106,7 @@ void on_everything(Compute&& compute, Judge&& judge) {
         try {
             kernels = proa::select_kernels(name).kernels;
         } catch (const proa::Error&) {
-            continue;  // not on this CPU
+            continue;  // this CPU lacks the instruction set
         }
         std::vector<uint16_t> first;
         for (int kind : kPools) {

@@ -361,7 +361,7 @@ void wrong_rules_are_refused() {
     check(proa::Route{logits, 16, true, {16, 6, true, true, 4, 2, 2, 1, 0, 0, nullptr}, ids, weights});
 }
 
-// The argmax of every row, at any place; the lowest id among equals; -1 for rows with a non-finite value.
+// The argmax at any column; the lowest id among equals; -1 for rows with a non-finite value.
 void argmax_is_right(int rows, int width, Random& random) {
     const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
     const int stride = width + kGap;
@@ -369,7 +369,8 @@ void argmax_is_right(int rows, int width, Random& random) {
     std::vector<int32_t> want;
     for (int row = 0; row < rows; ++row) {
         float* x = logits.data() + row * stride;
-        for (int i = 0; i < width; ++i) x[i] = random.normal() - (row % 2 ? 100 : 0);  // some below zero throughout
+        for (int i = 0; i < width; ++i)
+            x[i] = random.normal() - (row % 2 ? 100 : 0);  // in some rows all are below zero
         const int best = random.below(width), equal = random.below(width);
         x[best] = x[equal] = 50;
         want.push_back(std::min(best, equal));

@@ -64,7 +64,7 @@ void messages_arrive_in_order(int workers) {
     of->pool.let_sleep();
 }
 
-// Workers do not wait for the reader; the caller does.
+// A worker does not block when the socket is full; the caller does.
 void one_larger_than_the_socket_holds() {
     Ends ends;
     Outbox outbox(host(1), ends.of[0]);

@@ -1,4 +1,4 @@
-// The pool: every task is published exactly once, whichever workers run it, however late they are.
+// The pool: every task is published exactly once, whichever worker runs it and however late it is.
 #include "pool.h"
 
 #include <sched.h>
@@ -35,7 +35,7 @@ Phase counting(Count& count, int nodes) {
     return phase;
 }
 
-// A counting phase whose tasks are told the probable next one.
+// A counting phase whose tasks get the probable next task.
 Phase counting_before(Count& count, int nodes) {
     Phase phase = counting(count, nodes);
     phase.run = nullptr;
@@ -199,7 +199,7 @@ void two_pools_work_at_once() {
     CHECK(first.each_once() && second.each_once());
 }
 
-// The first thread to run task 0 is held up for long, as if preempted by the operating system.
+// The first thread to run task 0 blocks, as if preempted by the operating system.
 struct Stuck {
     std::atomic<int> runs{0}, published{0};
     std::atomic<bool> released{false};
@@ -218,7 +218,7 @@ void a_late_workers_task_is_done_again() {
         if (task == 0) const_cast<Stuck*>(static_cast<const Stuck*>(context))->published.fetch_add(1);
     };
     phase.context = &stuck;
-    // The caller may be the one that is stuck: then a worker does the task, and the caller is released.
+    // The blocked thread may be the caller: then a worker does the task, and the caller is released.
     std::thread release([&] {
         while (stuck.published.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         Count count(100);
@@ -273,8 +273,8 @@ Phase reading(Readers& readers, int nodes) {
     return phase;
 }
 
-// Workers take tasks first whose data they have read in advance, and every task is still published once, whatever was
-// posted or withdrawn meanwhile, however little of it was done.
+// Workers first take the tasks whose data they have read in advance, and every task is still published once, whatever
+// was posted or withdrawn in between and however little of it was done.
 void owned_tasks_are_published_once() {
     constexpr int kTasks = 60;
     int by_owners = 0;

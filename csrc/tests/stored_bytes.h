@@ -17,7 +17,7 @@ constexpr std::array kBlockTypes{proa::Stored::kQ4_0, proa::Stored::kQ4_1, proa:
                                  proa::Stored::kQ5K,  proa::Stored::kQ6K,  proa::Stored::kIq4Nl, proa::Stored::kIq4Xs,
                                  proa::Stored::kMxfp4};
 
-// Offsets, in a value or block, of the bytes with exponents of floats, high bits first.
+// Offsets, in a value or block, of the bytes that hold exponents of floats, the high bits first.
 inline std::vector<size_t> exponent_bytes(proa::Stored type) {
     using proa::Stored;
     switch (type) {

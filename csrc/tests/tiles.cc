@@ -1,4 +1,4 @@
-// White-box tests of the loops over matrix tiles, in plain C++: properties that results do not show.
+// White-box tests of the loops over emulated matrix tiles: properties that results do not show.
 
 #include <cstring>
 #include <limits>
@@ -14,7 +14,7 @@ constexpr int tiles_from_tokens(Format) { return 5; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr int rows_at_once(int, bool) { return 1; }
 
-// clang-format off: in this order
+// clang-format off: the order of these matters
 #include "kernels/vec_scalar.h"
 #include "kernels/common.h"
 #include "kernels/dot_f32.h"
@@ -85,7 +85,7 @@ void panels_do_not_depend_on_their_neighbours() {
     }
 }
 
-// All data needed next are prefetched, however many blocks of tokens share the work.
+// The panels needed next are prefetched completely, however many blocks of tokens share the work.
 void everything_is_prefetched() {
     const std::vector<uint8_t> next(proa::kTilePanels * kPanelBytes);
     for (int tokens = 1; tokens <= 5 * proa::kTileTokens; tokens += 7)

@@ -14,7 +14,7 @@ from proa.types import SamplingParams
 
 
 def scale_all(folder: Path, value: float) -> None:
-    """The same scale of K and V for every layer."""
+    """Add one scale for K and V of every layer."""
     (path,) = folder.glob("*.safetensors")
     names = [f"model.layers.{i}.self_attn.{side}_proj.{side}_scale" for i in range(3) for side in "kv"]
     save_file(load_file(path) | {name: torch.tensor(value) for name in names}, path, {"format": "pt"})

@@ -18,7 +18,7 @@ from gpu_llm import GPUS, make_model
 CLIENTS = 4
 MOST_TOKENS, CONTEXT = 30000, 32768  # answers shall not end before the death
 GPU_LAYERS = 32  # three take a GPU so little time that the server is seconds behind it
-# A signal that nobody else wants: Triton's compiler takes SIGUSR1 and others for itself.
+# A signal that has no other use: Triton's compiler handles SIGUSR1 and others.
 END_A_WORKER = signal.SIGRTMIN + 5
 # What Python runs first in each of the server's processes: that signal ends a worker of the engine's pool.
 SITE = f"""
@@ -71,7 +71,9 @@ WAYS = ["kernel", *(pytest.param(way, marks=pytest.mark.gpu) for way in ("memops
 @pytest.mark.parametrize("doorbell", WAYS)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
-    ("number", "says"), [(END_A_WORKER, "a worker thread"), (signal.SIGKILL, "SIGKILL")], ids=["worker", "process"]
+    ("number", "says"),
+    [(END_A_WORKER, "worker thread of the CPU pool"), (signal.SIGKILL, "SIGKILL")],
+    ids=["worker", "process"],
 )
 def test_death_under_load(
     gpu: str, number: int, says: str, doorbell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 async def answers(folder: Path, gpu: str, prefill: str) -> list[Answer | BaseException]:
-    """Of the prompts, asked together; then of the first one that failed, again."""
+    """Answers to the prompts, sent together; then to the first one that failed, sent again."""
     # experts stay where they were put
     async with launched(folder, gpu, expert_placement="uniform", prefill=prefill) as llm:
         found = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A long prompt beside somebody who decodes, in a real engine process: who gets how much of the time."""
+"""A long prompt beside a request that decodes, in a real engine process: how the time is divided between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def tokens_beside(llm: AsyncLLM) -> tuple[int, list[int]]:
-    """Tokens that somebody gets while a prompt waits for its first one; and what that prompt is answered."""
+    """Tokens that another request gets while a prompt waits for its first one; and the answer to that prompt."""
     greedy = {"temperature": 0.0, "ignore_eos": True}
     tokens, started, sent = 0, asyncio.Event(), asyncio.Event()
 
@@ -55,11 +55,11 @@ async def tokens_beside(llm: AsyncLLM) -> tuple[int, list[int]]:
     return waited, answer
 
 
-@pytest.mark.alone  # whose tokens come while the prompt is on its way to the engine
+@pytest.mark.alone  # other processes would delay the prompt on its way to the engine, while tokens are decoded
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_decodes_goes_on(kind: dict[str, Any], folder: Path) -> None:
-    """Each of 8 chunks gives others one token where steps are shared; else as many as the share leaves time for. Both
-    have some until the prompt is with the engine."""
+    """While steps are shared, a request that decodes gets one token for each of 8 chunks; else as many as the share
+    leaves time for. In both cases it gets some before the engine has received the prompt."""
 
     async def run(share: float) -> tuple[int, list[int]]:
         asked = {"context": 2048, "max_batch_tokens": 80, "prefill_share": share, **kind}

@@ -1,4 +1,4 @@
-"""Whether a library's attention is used for long prompts, and what it changes."""
+"""The trial of a library's attention for long prompts: when it is used, and what it changes."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_rope() -> None:
 
 
 def test_routers() -> None:
-    """Of each documented model that routes: experts, of them chosen, their width, renormalised, shared gate."""
+    """For each documented model that routes: experts, of them chosen, their width, renormalised, shared gate."""
     found: dict[str, set[tuple[int, int, int, bool, bool]]] = {}
     for name, entry in ENTRIES.items():
         ffn = spec_of(name).blocks[-1].ffn

@@ -92,7 +92,7 @@ def test_after_a_prefix_hit(folder: Path, oracle: Callable[[list[int], int], Ten
     engine, runner = make_engine(model)
     shared = prompt(20, 3)
     check(engine, runner, {"first": shared + prompt(7, 4)}, oracle)
-    if model.spec.recurrent:  # that this is a branch is known, and a copy of states taken, when somebody takes it
+    if model.spec.recurrent:  # a copy of states is taken at a branch once a second request takes it
         check(engine, runner, {"branch": shared + prompt(8, 6)}, oracle)
     check(engine, runner, {"second": shared + prompt(9, 5)}, oracle)
     assert min(runner.logits["second"]) == 20, "the shared pages were computed again"

@@ -239,7 +239,7 @@ def test_nan_is_decoded_and_not_packed(pool: Pool) -> None:
         ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
         ({"factor": 2.0}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
         ({"group_of": 1}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
-        ({"order": Order.TRANSPOSED}, Format.FP8_PANEL, 128, "Codes cannot have the transposed order of plain types"),
+        ({"order": Order.TRANSPOSED}, Format.FP8_PANEL, 128, "cannot have the transposed order of plain types"),
         ({"stride": 100}, Format.FP8_PANEL, 128, "overlap"),
     ],
 )

@@ -370,7 +370,7 @@ def test_ids_out_of_range_are_errors(pool):
     layer = Layer(Format.BF16, 0, 4, hidden=64, width=16)
     bits, _ = activations(2, 64, seed=0)
     for bad in (4, -2, 2**31 - 1):
-        with pytest.raises(ValueError, match=f"Expert id {bad} is not one of 4"):
+        with pytest.raises(ValueError, match=f"Expert id {bad} does not exist: there are 4"):
             layer.run(pool, bits, np.full((2, 1), bad, np.int32), np.ones((2, 1), np.float32))
     check(pool, layer, bits, bf16_values(bits), *routing(2, 4, 1, seed=0))  # the pool still works
 
@@ -398,9 +398,9 @@ def test_wrong_buffers_are_errors(pool):
     y = np.zeros((2, 32), np.float32)
     good = Rows(bits.ctypes.data, 64), Rows(y.ctypes.data, 32, True)
     for x, out, outputs, text in [
-        (Rows(bits.ctypes.data, 63), good[1], 32, "x has rows of 64"),
-        (good[0], Rows(y.ctypes.data, 31, True), 32, "y has rows of 32"),
-        (Rows(0, 64), good[1], 32, "x is a null pointer"),
+        (Rows(bits.ctypes.data, 63), good[1], 32, "The stride of x is 63 values, but its rows have 64"),
+        (good[0], Rows(y.ctypes.data, 31, True), 32, "The stride of y is 31 values, but its rows have 32"),
+        (Rows(0, 64), good[1], 32, "The pointer to x is null"),
         (good[0], good[1], 33, "outputs must be between"),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -100,7 +100,7 @@ def test_gated_delta(ops: Run, dtype: torch.dtype, case: str, size: str, rng: to
 def test_a_state_slot_out_of_range_is_refused(ops: NativeRun, rng: torch.Generator) -> None:
     shape = SHAPES["small"]
     x, weights = delta_inputs(shape, 1, rng, torch.bfloat16), delta_weights(shape, rng, torch.bfloat16)
-    with pytest.raises(ValueError, match="State slot 2 of sequence 0 is not one of 2"):
+    with pytest.raises(ValueError, match="State slot 2 of sequence 0 does not exist: there are 2"):
         ops.gated_delta(x, weights, poisoned_state(shape, 2, torch.bfloat16), batch_of([1], [1], [[0]], 1, [2]))
 
 

@@ -212,7 +212,7 @@ def test_a_team_without_memory_to_read_reads_nothing() -> None:
     [
         ([(1 << 20, 0)], 3, "number of threads must be"),
         ([(1 << 20, 0)], 0, "number of threads must be"),
-        ([(1000, 0)], 1, "at least 1 MB"),
+        ([(1000, 0)], 1, "at least 1 MiB"),
         ([(1 << 20, 0), (1 << 20, 0)], 1, "one range per team"),
         ([], 1, "one range per team"),
     ],

@@ -99,7 +99,7 @@ def test_garbage_collection_closes_it_before_its_memory() -> None:
         ({"layers": 0}, "1 to 65536 layers"),
         ({"service": Service(lane=2)}, "Lane 2 does not exist"),
         ({"service": Service(cpus=(-1,))}, "CPUs 0 to 1023"),
-        ({"service": Service(spin_us=-1)}, "cannot be negative"),
+        ({"service": Service(spin_us=-1)}, "spin time must not be negative"),
     ],
 )
 def test_impossible_doorbells_are_refused(change: dict[str, object], text: str) -> None:

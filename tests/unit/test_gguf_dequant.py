@@ -32,7 +32,7 @@ def test_every_bit(dtype: str) -> None:
     elems, block_bytes = blocks()[dtype]
     rows, count = 61, 4 * 256 // elems
     raw = np.random.default_rng(3).integers(0, 256, (rows, count, block_bytes), dtype=np.uint8)
-    if dtype == "MXFP4":  # the package halves codes and scales, which differs for these alone: 2^-127 and no number
+    if dtype == "MXFP4":  # the package halves codes and scales, which differs only for the scales 2^-127 and NaN
         raw[..., 0] = np.clip(raw[..., 0], 1, 254)
     raw = raw.reshape(rows, -1)
     with np.errstate(all="ignore"):

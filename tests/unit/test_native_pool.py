@@ -170,7 +170,7 @@ def test_every_lane_has_its_own_caller(lanes: int) -> None:
         for thread in threads:
             thread.join()
         assert failures == []
-        with pytest.raises(ValueError, match=f"Lane {lanes} does not exist: the pool was created with {lanes} of them"):
+        with pytest.raises(ValueError, match=f"Lane {lanes} does not exist: the pool was created with {lanes} lanes"):
             made[0][0].program.run(0, 1, 4, lane=lanes)
 
 

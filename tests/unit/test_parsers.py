@@ -140,7 +140,7 @@ def test_a_call_ends_an_unclosed_reasoning(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != HARMONY])
 def test_the_look_of_a_token_is_text(name: str) -> None:
-    """Where the vocabulary has a delimiter as a token, the same characters in other tokens are text."""
+    """If the vocabulary has a delimiter as a token, the same characters in other tokens are text."""
     begin, end = THINKS[THINK_OF.get(name, "qwen3")]
     words = both(name)[0]
     for raw in (f"It writes {begin}so{end} there", "See " + WRITERS[name][0](*CALLS[0])):

@@ -67,7 +67,8 @@ PROA_API int proa_arena_create(size_t bytes, int node, uint32_t flags, proa_aren
 // Frees the memory at once: the caller must ensure that it is no longer in use. A null pointer is ignored.
 PROA_API int proa_arena_destroy(proa_arena* arena);
 
-// Allocates memory for bytes [first, first + count), or fails with the numbers. Contents are kept. Thread-safe.
+// Allocates memory for bytes [first, first + count); fails with the sizes in the reason if there is too little.
+// Contents are kept. Thread-safe.
 PROA_API int proa_arena_touch(proa_arena* arena, size_t first, size_t count);
 
 // Interleaves the pages over `count` NUMA nodes, instead of the node it was created with; only before the first touch.

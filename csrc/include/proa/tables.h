@@ -1,6 +1,6 @@
 // The tables of Proa's native library: what formats, stored types and limits there are. A part of proa/native.h, which
-// has the rules. A function that returns a table sets a pointer to a static array; row_bytes is the size of a row in
-// the caller's header, and an error unless the library's rows have the same.
+// states the rules for its functions. A function that returns a table sets a pointer to a static array; row_bytes is
+// the size of a row in the caller's header, and an error unless the library's rows have the same.
 
 #ifndef PROA_TABLES_H
 #define PROA_TABLES_H

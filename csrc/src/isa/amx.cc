@@ -9,12 +9,13 @@ namespace {
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens per block: 24 sums, and weights, in 32 registers
 constexpr int kWideFromTokens = 16;
-// With three tokens, vectors spend most time on converting fp8, which tiles do once for all tokens.
+// From three tokens on, the vector kernels spend most of their time converting fp8, which those with tiles do once for
+// all tokens.
 constexpr int tiles_from_tokens(Format f) { return code_of(f) == CodeType::kE4m3 ? 3 : 5; }
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
-// True for codes that are cheap to convert (decision 012); for others, more prefetch instructions cost more than they
-// save.
+// True for codes that are cheap to convert (decision 012); for the others, more prefetch instructions cost more than
+// they save.
 constexpr bool fetches_in_order(int bits, bool integer) { return bits == 16 || (bits == 8 && integer); }
 constexpr Blocking kBlocking = kTileBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }

@@ -115,8 +115,8 @@ struct Kernels {
     void (*expand)(const Layout& l, const uint8_t* w, void* out);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
-    // alternate (only gates without has_gate). bias: float32 in the panels' order, from panel 0, or null. padded:
-    // of out.
+    // alternate; without has_gate sums [end - first][tokens][16], only up. bias: float32 in the panels' order, from
+    // panel 0, or null. padded: columns of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);
     // Zeroes columns [first, padded) of out; first is a multiple of 16.

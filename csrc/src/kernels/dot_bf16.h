@@ -19,9 +19,10 @@ inline U32 bf16_words(Pair w) { return w; }
 // Pairs of any values, rounded to nearest, ties to even.
 inline U32 rounded_words(F32 even, F32 odd) {
     const __m512i sides = (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v);
-    alignas(64) static constexpr uint16_t kInTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return {_mm512_permutexvar_epi16(_mm512_load_si512(kInTurns), sides)};
+    alignas(64) static constexpr uint16_t kAlternate[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return {_mm512_permutexvar_epi16(_mm512_load_si512(kAlternate), sides)};
 }
 inline F32 even_values(Pair w) { return as_f32(shl<16>(w)); }
 inline F32 odd_values(Pair w) { return as_f32(bit_and(w, set_u32(0xffff0000))); }

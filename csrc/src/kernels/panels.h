@@ -5,8 +5,8 @@
 // batch.
 #pragma once
 
-// Prefetch distance from the current line: hardware prefetchers of x86 do not cross 4 KB pages, and do not know which
-// panels come next. A prefetch of data that is never read would occupy one of a core's few line-fill buffers.
+// Prefetch distance from the current line: hardware prefetchers of x86 do not cross 4 KB pages, and cannot predict
+// which panels come next. A prefetch of data that is never read would occupy one of a core's few line-fill buffers.
 constexpr size_t kAheadBytes = 8192;  // for a tile's panels together: bandwidth times latency of memory
 
 // Prefetches memory that is needed soon into L2, evenly spread over other work: many prefetches at once would fill the
@@ -104,7 +104,7 @@ struct Tile {
         clear(total);
         const int all = l.padded / Code::kValues;
         // Near the panel's end, prefetch the codes of the next panel, or the current line if there is none.
-        const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
+        const int inside = all - int(kPrefetchBytes / Code::kBytes), border = inside > 0 ? inside : 0;
         const ptrdiff_t next = after ? after - ptrdiff_t(l.code_bytes) + kPrefetchBytes : 0;
         const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, beyond{next, w[0] + after};
         if constexpr (!Scales::kScaled) {

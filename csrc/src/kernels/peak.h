@@ -5,14 +5,15 @@
 constexpr int kPeakSums = kMostPlain >= 12 ? 24 : kMostPlain == 5 ? 5 : 3;  // sums that fit into the registers
 constexpr int kPeakUnroll = 4;
 
-// A product of bfloat16 pairs if the instruction set has one; else sum * x + x, so that no two products are equal.
+// A product of bfloat16 pairs if the instruction set has one; else sum * value + value, so that no two products are
+// equal.
 inline F32 peak_step(F32 sum, F32 value, Broadcast x) {
     if constexpr (kBf16Dot) return dot(sum, from_values(value, value), x);
     return fma(sum, value, value);
 }
 
 // Computes `rounds` rounds of products on independent sums, and stores them in sums [16]. Returns the number of
-// floating-point operations, two per product. seed: a small number that the compiler cannot know.
+// floating-point operations, two per product. seed: a small number that is not known at compile time.
 double peak(int64_t rounds, float seed, float* sums) {
     if constexpr (kTiles) return tile_peak(rounds, seed, sums);
     const F32 value = set(seed);

@@ -48,8 +48,8 @@ struct Parts {
 };
 
 // Multiplies one block while weights are expanded. Sums stay in the tiles to the end: scales are applied before
-// (scaled), or afterwards (see apply_factor). Sums: TileSums, or the one it would choose, so that the compiler can
-// inline it.
+// (scaled), or afterwards (see apply_factor). Sums: TileSums, or the class behind one of its tables, so that the
+// compiler can inline it.
 template <class Sums, class Code, class Scales, bool scaled>
 void multiply_parts(Tiles& tiles, const Sums& sums, const Parts<Code, Scales, scaled>& parts, const PackedBlock& x,
                     float* out, size_t out_stride, InStep ahead) {

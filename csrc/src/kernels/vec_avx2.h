@@ -101,7 +101,7 @@ inline void store_f16(void* p, F32 x) {
 // Two vectors of 32-bit lanes below 65536 -> 16 halves in order.
 inline __m256i narrow(U32 x) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8); }
 inline void store_u16(void* p, U32 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
-// 16 table entries looked up by the low 4 bits of each lane; higher bits must not matter.
+// 16 table entries looked up by the low 4 bits of each lane; higher bits are ignored.
 struct Table16 {
     __m256 low, high;
 };
@@ -111,7 +111,7 @@ inline __m256 lookup8(Table16 t, __m256i index) {  // vpermps reads three bits; 
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, index), _mm256_permutevar8x32_ps(t.high, index), fourth);
 }
 inline F32 lookup(Table16 t, U32 index) { return {lookup8(t, index.a), lookup8(t, index.b)}; }
-// The value of a float16 whose bits stand in the low half of each lane (the high half must be zero).
+// The value of a float16 whose bits are in the low half of each lane (the high half must be zero).
 inline F32 f16_lanes(U32 x) {
     const __m256i halves = narrow(x);
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};

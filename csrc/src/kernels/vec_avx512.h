@@ -76,11 +76,11 @@ inline U32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F32 load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline void store_f16(void* p, F32 a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0)); }
 inline void store_u16(void* p, U32 a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v)); }
-// 16 table entries looked up by the low 4 bits of each lane; higher bits must not matter.
+// 16 table entries looked up by the low 4 bits of each lane; higher bits are ignored.
 struct Table16 {
     __m512 v;
 };
 inline Table16 load_table(const float* t) { return {_mm512_loadu_ps(t)}; }
 inline F32 lookup(Table16 t, U32 index) { return {_mm512_permutexvar_ps(index.v, t.v)}; }
-// The value of a float16 whose bits stand in the low half of each lane (the high half must be zero).
+// The value of a float16 whose bits are in the low half of each lane (the high half must be zero).
 inline F32 f16_lanes(U32 a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }

@@ -167,7 +167,7 @@ inline void store_u16(void* p, U32 x) {
 inline void store_f16(void* p, F32 x) {
     store_u16(p, lanes<U32>([&](int i) { return f16_bits(x.v[i]); }));
 }
-// 16 table entries looked up by the low 4 bits of each lane; higher bits must not matter.
+// 16 table entries looked up by the low 4 bits of each lane; higher bits are ignored.
 struct Table16 {
     const float* entries;
 };
@@ -175,7 +175,7 @@ inline Table16 load_table(const float* t) { return {t}; }
 inline F32 lookup(Table16 t, U32 index) {
     return lanes<F32>([&](int i) { return t.entries[index.v[i] & 15]; });
 }
-// The value of a float16 whose bits stand in the low half of each lane (the high half must be zero).
+// The value of a float16 whose bits are in the low half of each lane (the high half must be zero).
 inline F32 f16_lanes(U32 x) {
     return lanes<F32>([&](int i) { return f16_value(x.v[i]); });
 }

@@ -1,5 +1,5 @@
-// Many tokens: two panels at a time are multiplied with all blocks of tokens, whose activations stay in L2, where the
-// next pair of panels is prefetched meanwhile. Weights are bfloat16, or rounded to it once for all tokens. Never: few
+// Many tokens: two panels at a time are multiplied with all blocks of tokens, whose activations stay in L2 while the
+// next pair of panels is prefetched into it. Weights are bfloat16, or rounded to it once for all tokens. Never: few
 // tokens.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""What benchmarks of random weights share in reading their options: lists of numbers, and the planned GPU."""
+"""Option parsing that benchmarks of random weights share: lists of numbers, and the planned GPU."""
 
 from __future__ import annotations
 

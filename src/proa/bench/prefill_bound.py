@@ -44,8 +44,8 @@ class Shape:
 
 
 def _attended(mixer: Mixer) -> tuple[int, int | None]:
-    """Multiplications per (query, key) pair, the least of any method (Mixer.pair_flops: of our kernels), and the
-    window."""
+    """The least multiplications per (query, key) pair of any method (Mixer.pair_flops counts those of the kernels), and
+    the window."""
     match mixer:
         case Attention():
             return 2 * mixer.heads * mixer.head_dim, mixer.window

@@ -21,7 +21,7 @@ from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.errors import ProaError
 
-QUESTION = "How quickly does a restarted server answer a prompt whose prefix it knew?"
+QUESTION = "How quickly does a restarted server answer a prompt whose prefix it had stored?"
 LIMIT_S = 120.0  # for storing the prefix
 OUTPUT_TOKENS = 16
 
@@ -41,7 +41,7 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class _Before:
-    """What the first server showed. wrote_s: from the first request's end until all of the prefix was found stored."""
+    """Measured with the first server. wrote_s: from the first request's end until the whole prefix was found stored."""
 
     computed_ttft_s: float
     hit_logprobs: list[float]
@@ -116,14 +116,14 @@ async def _second(options: RestartOptions, url: str, before: _Before) -> dict[st
 
 async def _prompts(endpoint: Endpoint, options: RestartOptions) -> list[list[int]]:
     """Prompts with the same prefix and different ends: one is computed and restored, one compared, `runs` are hits, and
-    one warms up. Equal in both servers."""
+    one warms up. Both servers get the same."""
     text = await endpoint.tokenize(TEXT)
     (prefix,) = distinct_prompts(text, 1, options.prefix_tokens)
     return [[*prefix, *end] for end in distinct_prompts(text, options.runs + 3, options.suffix_tokens)]
 
 
 def _drop_from_page_cache(files: list[Path]) -> None:
-    """So that they are read from the disk."""
+    """Drop files from the page cache, so that they are read from the disk."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -18,7 +18,7 @@ SHOWN_AFTER_S = 0.5  # a bar that appears for a moment is only noise
 
 
 def can_show(console: Console) -> bool:
-    """Whether a person sees both the answer and the bar: piped output gets no bar."""
+    """True if answer and bar go to one terminal: piped output gets no bar."""
     return console.is_terminal and sys.stdout.isatty()
 
 

@@ -49,8 +49,8 @@ class Engine:
         return self.scheduler.has_work
 
     def keep_up(self) -> bool:
-        """Take what copies of KV pages have done since the last step. Returns whether more are under way, so that it
-        should be called again soon. For times without work, and without a step that could be launched."""
+        """Take the results of copies of KV pages that finished since the last step. Returns whether more are under way,
+        so that it should be called again soon. For use while there is no work, or no step that could be launched."""
         self.scheduler.behind.collect()
         return self.scheduler.behind.busy
 

@@ -115,7 +115,7 @@ class PrefixFileStats(msgspec.Struct, frozen=True, array_like=True):
     written_files: int = 0
     written_bytes: int = 0
     evicted_files: int = 0
-    bad_files: int = 0  # cut, changed or not readable
+    bad_files: int = 0  # truncated, changed or unreadable
     failed_writes: int = 0
 
 

@@ -184,7 +184,7 @@ class HybridModel:
         return self.streaming.begin(tokens, chunks, heat, self.counters())
 
     def pause_pass(self) -> None:
-        """Other steps may be launched before the next part."""
+        """Let other steps be launched before the next part."""
         if self.streaming is not None:
             self.streaming.pause()
 

@@ -57,20 +57,20 @@ class Streamed(Protocol):
 
     @property
     def hands_over(self) -> bool:
-        """Whether the CPU gets its pairs of the chunk under way with the group under way."""
+        """Whether the CPU gets its pairs of the chunk under way together with the group under way."""
 
     def join(self) -> None:
         """Make the next launches wait for the copies of this group."""
 
     def leave(self) -> None:
-        """The device's experts of the group have been launched for one chunk."""
+        """Note that the device's experts of the group have been launched for one chunk."""
 
     def summed(self) -> None:
-        """The wait for the CPU's sum of a chunk has been launched."""
+        """Note that the wait for the CPU's sum of a chunk has been launched."""
 
     def collect(self, later: Callable[[], None] | None = None) -> None:
-        """Launch the wait for the CPU's sum of the last chunk that was handed over, if that was not done. later: the
-        same for a chunk that is handed over now."""
+        """Launch the wait for the CPU's sum of the last chunk that was handed over, if that was not done. later:
+        launches that of the chunk that is handed over now."""
 
 
 class NotStreamed:
@@ -197,7 +197,7 @@ class InGroups:
         self, devices: Sequence[DeviceExperts], streamed: Streamed, transport: Transport, layer: int, x: Tensor,
         chosen: Chosen,
     ) -> None:  # fmt: skip
-        """devices: of each group."""
+        """devices: the device's part of each group."""
         self._devices, self._streamed, self._transport, self._layer = devices, streamed, transport, layer
         self._x, self._chosen = x, chosen
         self._total: Tensor | None = None  # float32 [T, hidden], of what was added up so far

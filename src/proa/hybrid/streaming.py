@@ -254,15 +254,15 @@ class Streaming:
 
     @property
     def hands_over(self) -> bool:
-        """Whether the CPU gets its pairs of the chunk under way with the group under way: the chunks are spread evenly
-        over the groups."""
+        """Whether the CPU gets its pairs of the chunk under way together with the group under way: chunks
+        are spread evenly over the groups."""
         one = self._under_way
         group = one.groups[one.at]
         return (one.chunks - one.left) * group.of // one.chunks == group.number
 
     def collect(self, later: Callable[[], None] | None = None) -> None:
-        """Launch the wait for the CPU's sum of the chunk that was handed over last, unless that was done; `later` is
-        that of the next one."""
+        """Launch the wait for the CPU's sum of the chunk that was handed over last, unless that was done; `later`
+        launches that of the next one."""
         wait, self._later = self._later, later
         if wait is not None:
             self._mark(self._under_way, OWN)
@@ -270,11 +270,11 @@ class Streaming:
             self.summed()
 
     def pause(self) -> None:
-        """Other steps may be launched next, with jobs of their own for the CPU."""
+        """Let other steps be launched next, with their own jobs for the CPU."""
         self.collect()
 
     def join(self) -> None:
-        """What is launched from now on may read the ring's experts of the group under way."""
+        """Let the next launches read the ring's experts of the group under way."""
         one = self._under_way
         self._mark(one, OWN)
         if one.left == one.chunks and one.at in one.uploads:
@@ -282,7 +282,7 @@ class Streaming:
         self._mark(one, WAITED)
 
     def summed(self) -> None:
-        """The wait for the CPU's sum of a chunk has been launched."""
+        """Note that the wait for the CPU's sum of a chunk has been launched."""
         self._mark(self._under_way, OF_CPU)
 
     @property
@@ -292,7 +292,7 @@ class Streaming:
         return self._pass
 
     def leave(self) -> None:
-        """The experts of one chunk of the group under way have been launched."""
+        """Note that the experts of one chunk of the group under way have been launched."""
         one = self._under_way
         self._mark(one, EXPERTS)
         one.left -= 1

@@ -44,7 +44,7 @@ class Block:
     def parts(
         self, x: Tensor, y: Tensor | Unsummed | None, step: Step, caches: tuple[LayerCache, ...]
     ) -> Generator[None, None, tuple[Tensor, Tensor | Unsummed | None]]:
-        """The same computation, with a yield wherever a prefill step may pause within the block."""
+        """Compute the block as when it is called, with a yield wherever a prefill step may pause within it."""
         self._ops.new_block()
         if self.mixer is not None:
             x, normed = self.norm1.of_sum(x, y)
@@ -103,7 +103,8 @@ class Decoder:
 
     def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor | None]:
         """Compute the model in parts. Yields the residual stream after each block, the last one of which is the result,
-        and None within a block. What goes on is kept in tensors of its own, so that other steps may run in between."""
+        and None within a block. What the next part needs is kept in its own tensors, so that other steps may run in
+        between."""
         x = self._embedded(tokens)
         for block, caches in zip(self.blocks, step.caches, strict=True):
             after = yield from block.parts(x, None, step, caches)

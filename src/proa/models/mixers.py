@@ -1,10 +1,10 @@
 """Mixers as frozen dataclasses: what mixes the tokens of a sequence in a block. Belongs here: everything that the rest
 of Proa must know of a mixer, in plain numbers. Never: torch, devices, checkpoint names.
 
-A mixer says its parameters, its rotary embeddings (`ropes`), its caches in the order in which its layer takes them
+A mixer declares its parameters, its rotary embeddings (`ropes`), its caches in the order in which its layer takes them
 (`caches`), the kernels that do its work (`kernels`; plan/kernels.py has their limits and buffers), its activations
 (`row_values`), its share of a decode graph (`graph_nodes`) and how files may spread a parameter over several tensors
-(`spread`). How it is divided over ranks stands in models/ranks.py.
+(`spread`). models/ranks.py divides it over ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log lines are written by a thread: a pipe that is full because its reader stalls does not stop the server."""
+"""Writes log lines from a thread: a pipe that is full because its reader stalls does not stop the server."""
 
 from __future__ import annotations
 

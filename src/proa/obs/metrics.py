@@ -163,7 +163,7 @@ SAMPLED: dict[str, Declared] = {
         "proa_prefix_file_evicted_files", "counter", "Files deleted because of --prefix-cache-disk"
     ),
     "prefix_files.bad_files": Declared(
-        "proa_prefix_file_bad_files", "counter", "Files that were cut, changed or not readable, which were ignored"
+        "proa_prefix_file_bad_files", "counter", "Files that were truncated, changed or unreadable, which were ignored"
     ),
     "prefix_files.failed_writes": Declared(
         "proa_prefix_file_failed_writes", "counter", "Files that could not be written"

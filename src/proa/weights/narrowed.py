@@ -35,7 +35,7 @@ def narrow(sources: Sources, rank: Rank) -> Sources:
 
 
 def units(sources: Sources, tensors: Mapping[str, TensorInfo]) -> Units:
-    """Where parameters may be cut so that their parts keep the format of the checkpoint."""
+    """Return the units by which parameters may be cut so that their parts keep the checkpoint's format."""
 
     def unit(name: str) -> tuple[int, int]:
         stored = [(source, stored_units(tensors[source.tensor])) for source in sources.of(name)]

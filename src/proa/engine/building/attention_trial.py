@@ -45,7 +45,7 @@ class AttentionTrial:
     def _prepare(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread
+                torch.cuda.set_device(self._device)  # for this thread
             self._prepare_shapes()
         except RuntimeError as e:  # the GPU is too old, or cuDNN is not there
             self._refused = str(e).splitlines()[0]
@@ -57,8 +57,8 @@ class AttentionTrial:
 
     @torch.inference_mode()
     def result(self, caches: Caches) -> tuple[SegmentedAttention | None, Decision | None]:
-        """What to use for long prompts, None for Proa's kernel, and the start-up table's row, if there are any. caches:
-        of the model; read only."""
+        """Return the attention for long prompts (None: Proa's kernel) and the start-up table's row, if there is one.
+        caches: of the model; read only."""
         if not self._kernels:
             return None, None
         if self._deterministic:
@@ -66,7 +66,7 @@ class AttentionTrial:
         self._thread.join()
         if self._refused:
             return None, Decision(ROW, "auto", OWN, f"cuDNN: {self._refused}")
-        self._prepare_shapes()  # cuDNN keeps what it prepared for the thread that asked
+        self._prepare_shapes()  # cuDNN keeps prepared kernels by thread
         theirs, own = rates(self._kernels[0], caches, self._rectangle, self._traits)
         return self._decide(theirs, own)
 

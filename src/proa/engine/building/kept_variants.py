@@ -51,8 +51,8 @@ def _sources(package: Path) -> str:
 
 
 def kept_or_made(folder: Path, key: str, make: Callable[[], Sequence[Variant]]) -> Sequence[Variant]:
-    """The list that an earlier start has kept under `key`, else that of `make`, which is kept. A file that cannot be
-    read is written anew; a folder that cannot be written to costs later starts the rehearsal.
+    """Return the list that an earlier start has kept under `key`; if there is none, call `make` and keep its list. A
+    file that cannot be read is replaced; if the folder cannot be written to, later starts rehearse again.
 
     The folder is Triton's cache, whose files are code that the process runs: the list is trusted like those.
     """
@@ -62,7 +62,7 @@ def kept_or_made(folder: Path, key: str, make: Callable[[], Sequence[Variant]]) 
         return kept
     except FileNotFoundError:
         pass
-    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle raises
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
         log.warning("The list of kernels in %s cannot be read (%s): it is made again.", path, error)
     made = make()
     try:

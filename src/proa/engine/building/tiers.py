@@ -42,7 +42,7 @@ def new_tiers(plan: Plan, checkpoint: Checkpoint, caches: Caches, cpus: Collecti
     size = run_pages(plan.page_tokens)
     new_copies = partial(PageCopies, caches, size)
     root, files, ram = os.urandom(ROOT_BYTES), None, None
-    if planned is not None:  # files outlive the process, so their root says what they depend on
+    if planned is not None:  # files outlive the process, so their root covers all that they depend on
         root = tiers_root(plan, checkpoint)
         files = FileStore(Path(planned.folder), root, planned.limit_bytes)
     if ram_bytes:

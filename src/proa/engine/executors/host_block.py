@@ -1,4 +1,4 @@
-"""Host memory that is copied to a device in launch order. Never: what is in it.
+"""Host memory that is copied to a device in launch order. Never: its contents.
 
 On a GPU a kernel reads it over PCIe. A copy engine takes copies in order, whatever their stream, so a copy of a few KB
 would wait until all experts that were queued before have arrived: up to 45 ms beside a streamed prompt
@@ -24,7 +24,7 @@ class HostBlock:
 
     def copy_to(self, target: Tensor, count: int | None = None) -> None:
         """Start to copy the first `count` rows, by default all, to those of `target`, which has the block's type. The
-        host memory must not change before that was done."""
+        host memory must not change until that is done."""
         if self._seen is None:
             target[:count].copy_(self.host[:count])
         else:

@@ -35,7 +35,7 @@ _WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 th
 
 
 class RunStore(Protocol):
-    """What both tiers have in common. No method blocks."""
+    """The interface of both tiers. No method blocks."""
 
     @property
     def writes(self) -> bool:
@@ -48,7 +48,7 @@ class RunStore(Protocol):
 
 @dataclass
 class _Restored:
-    """What was restored from a tier."""
+    """Amounts restored from a tier."""
 
     pages: int = 0
     nbytes: int = 0
@@ -63,7 +63,7 @@ class PageTiers:
         self, root: bytes, run_pages: int, new_copies: Callable[[], PageCopies], cpus: Collection[int],
         files: FileStore | None = None, ram: RamStore | None = None,
     ) -> None:  # fmt: skip
-        """cpus: what the threads may run on. files, ram: None if there is no such tier."""
+        """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier."""
         self.root, self.run_pages = root, run_pages
         self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
         self._stores: tuple[RunStore, ...] = tuple(store for store in (ram, files) if store is not None)
@@ -92,7 +92,7 @@ class PageTiers:
         return self._rates.worthwhile(nbytes, num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Take the duration of a step of so many tokens."""
+        """Record the duration of a step of this many tokens."""
         self._rates.learn(num_tokens, seconds)
 
     def store(self, job: Store) -> None:
@@ -134,7 +134,7 @@ class PageTiers:
         )
 
     def close(self) -> None:
-        """End the threads after what they are doing; no call may follow."""
+        """End the threads after their current copies; no call may follow."""
         for pool in (self._writer, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
         if self._ram is not None:
@@ -215,7 +215,7 @@ class PageTiers:
             yield buffer
 
     def restored(self, tier: Tier, num_pages: int, num_runs: int, seconds: float) -> None:
-        """Take what a restore has brought from a tier, and how long that took."""
+        """Record how much a restore has read from a tier, and how long that took."""
         nbytes = num_runs * self._run_bytes
         with self._lock:
             counts = self._restored[tier]
@@ -227,7 +227,7 @@ class PageTiers:
 
 
 class _Restoring:
-    """A restore, of which the reading threads take run after run."""
+    """A restore, whose runs the reading threads take one after another."""
 
     def __init__(self, tiers: PageTiers, job: Restore) -> None:
         self._tiers, self._job = tiers, job
@@ -267,7 +267,8 @@ class _Restoring:
         return first, self._job.pages[max(0, run * size - skipped) : (run + 1) * size - skipped]
 
     def _end(self, seconds: float) -> None:
-        """Count the leading runs that were restored. Tiers share the time as they shared that of the threads."""
+        """Count the leading runs that were restored. The time is divided over the tiers in
+        proportion to the threads' time."""
         num_runs = next((run for run, tier in enumerate(self._from) if tier is None), len(self._from))
         self._job.num_pages = sum(len(self._wanted(run)[1]) for run in range(num_runs))
         busy_s = sum(self._busy_s.values()) or 1.0

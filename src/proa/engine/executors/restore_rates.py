@@ -33,7 +33,7 @@ class RestoreRates:
         self.refused = 0
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Take the duration of a step of so many tokens."""
+        """Record the duration of a step of this many tokens."""
         if num_tokens >= LEAST_PREFILL_TOKENS:
             self.prefill.add(num_tokens, seconds)
 

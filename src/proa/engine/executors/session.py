@@ -37,15 +37,15 @@ class Session(Protocol):
         """Whether some of the model's experts lie in RAM."""
 
     def begin_pass(self, tokens: int, chunks: int) -> float:
-        """A step in parts of so many tokens begins: each MoE layer is launched in `chunks` chunks, in the order of the
+        """Begin a step in parts of `tokens` tokens: each MoE layer is launched in `chunks` chunks, in the order of the
         layers. At most one at a time. Returns the fraction of the experts in RAM that are copied to the device for this
         step; the CPU computes the others."""
 
     def pause_pass(self) -> None:
-        """Other steps may be launched before the next part of the step in parts."""
+        """Let other steps be launched before the next part of the step in parts."""
 
     def end_pass(self) -> None:
-        """All parts of the step in parts have been launched, or it was given up and its launches have ended."""
+        """End the step in parts: all parts were launched, or it was cancelled and its launches have ended."""
 
     def counters(self) -> Counters:
         """Counters of the CPU's work for the device so far."""

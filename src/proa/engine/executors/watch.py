@@ -40,9 +40,9 @@ class Health:
 
 @dataclass(eq=False)
 class WatchedStep:
-    """A launched step: whose rows may be non-finite, and what is known of it. rows: the sampled ones, in the order of
-    `spans`. next_step: launched after it, before its tokens were read. streamed: see StepResult.
-    overtakes: a step in parts that was launched while another one was unfinished."""
+    """A launched step whose rows are checked for non-finite values. rows: the sampled ones, in the order of `spans`.
+    next_step: launched after it, before its tokens were read. streamed: see StepResult. overtakes: a step in parts that
+    was launched while another one was unfinished."""
 
     batch: StepBatch
     health: Health
@@ -174,7 +174,7 @@ class WatchedSession:
             return self.faults_between(step.batch.spans, bad)
 
     def end_parts(self, step: WatchedStep) -> None:
-        """All parts of a step were launched, or it was cancelled and its launches have ended."""
+        """End a step in parts: all parts were launched, or it was cancelled and its launches have ended."""
         if not step.overtakes:
             self._session.end_pass()
 

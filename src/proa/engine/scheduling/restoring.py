@@ -6,7 +6,7 @@ are read into pages that belong to the restore. These then enter the tree, and t
 like any other. So preemption and abortion need no other rules, and a request whose runs turn out to be damaged computes
 its tokens. A request restores once for each admission, since restored pages may be evicted before it is admitted.
 
-Storing: runs that have become full in the tree are stored one after another, behind the steps. Until its turn comes a
+Storing: runs that have become full in the tree are stored one after another, beside the steps. Until its copy begins, a
 run is not protected from eviction; then its path is locked, as by a request, until it is copied.
 """
 
@@ -28,7 +28,7 @@ MOST_BACKLOG = 4096  # runs that wait to be stored; the oldest are dropped
 
 
 class Behind(Protocol):
-    """What the scheduler asks of the tiers behind the prefix tree."""
+    """The interface of the tiers behind the prefix tree to the scheduler."""
 
     @property
     def busy(self) -> bool:
@@ -46,13 +46,13 @@ class Behind(Protocol):
         tokens of a prefix. Returns whether the request must wait: not if no more pages are stored, or computing them is
         predicted to be quicker. calm: no step is in flight, apart from one beside. A step in flight may still use pages
         that were released when the step before it was committed. Steps are computed in their order, so later ones may
-        use such pages, but a restore is in no order with them and begins only without such steps."""
+        use such pages, but a restore is not ordered with them and begins only without such steps."""
 
     def shared(self, request: Request) -> None:
-        """Have those runs stored that the request's pages in the tree have completed since the last call."""
+        """Store the runs that the request's pages in the tree have completed since the last call."""
 
     def held_pages(self) -> Iterator[int]:
-        """Every reference to a page that copies under way hold."""
+        """The pages that copies under way hold, one entry for each reference."""
 
 
 class NothingBehind:

@@ -37,8 +37,8 @@ class StepBuilder:
             self.budget_tokens -= cost_tokens
 
     def suits(self, prompt_tokens: int, most_tokens: int | None) -> bool:
-        """Whether a prompt with so many tokens to compute may join: not if these are more than most_tokens, and in a
-        step of chunks alone no short prompt beside a long one, whose end it would wait for."""
+        """True if a prompt with this many tokens to compute may join: at most most_tokens, and in a step of chunks only
+        no short prompt beside a long one, whose end it would wait for."""
         short, long = prompt_tokens <= SHORT_TOKENS, prompt_tokens >= LONG_TOKENS
         if most_tokens is not None and prompt_tokens > most_tokens:
             return False

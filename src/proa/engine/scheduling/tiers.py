@@ -33,11 +33,12 @@ class Restore:
 
 
 class Tiers(Protocol):
-    """No method blocks; `store` and `restore` are carried out by other threads, each in the order of its calls."""
+    """The tiers behind the prefix tree. No method blocks; other threads carry out `store` and `restore`, each in the
+    order of its calls."""
 
     @property
     def root(self) -> bytes:
-        """What all keys are derived from: see cache/keys.py."""
+        """The hash that all keys are derived from: see cache/keys.py."""
 
     @property
     def run_pages(self) -> int:

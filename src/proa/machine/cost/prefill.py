@@ -1,5 +1,5 @@
-"""How the experts of a layer that lie in RAM are divided for a prompt: some are copied to the GPU over PCIe, the CPU
-computes the others meanwhile. The division at which both end together, from rates that are measured.
+"""Divides the experts of a layer that lie in RAM for a prompt: some are copied to the GPU over PCIe, the CPU computes
+the others meanwhile. Belongs here: the division at which both end together, from measured rates.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def divide(
     experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, *,
     jobs: int = 1,
 ) -> Division:  # fmt: skip
-    """Of the divisions that are about as fast as the fastest, the one with the most copies: their rate varies less than
+    """Return, of the divisions about as fast as the fastest, the one with the most copies: their rate varies less than
     the CPU's. For the arguments see `divisions`."""
     found = divisions(experts, expert_bytes, tokens, chosen_per_token, rates, jobs)
     fast_s = ABOUT * min(division.seconds for division in found)

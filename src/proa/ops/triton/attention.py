@@ -107,7 +107,7 @@ def _decode(
     some = mine[:, None] & (dim < DIM)
     tile = tl.load(q + sequence * q_row + head[:, None] * DIM + dim, some, 0.0)
     most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
-    if SINKS:  # noqa: SIM102 - a constant decides here, the device below
+    if SINKS:  # noqa: SIM102 - decided when compiling, unlike the next one
         if split == 0:
             most = tl.maximum(tl.load(sinks + head, mine, 0.0) * LOG2E, LOWEST)
             total += 1.0

@@ -22,7 +22,8 @@ TILE_ROWS, TILE_VALUES = 8, 16384  # per program of push, if there are several r
 PULL_VALUES = 4096  # elements per program of pull
 MOST_POLLED_VALUES = 16384  # above, one program polls in a launch of its own, before the copying programs
 
-# PTX: a single thread of the program stores, or polls.
+# PTX. _RELEASE and _POLL: one thread of the program stores, or polls until the number or a failure is there. _LOOK
+# polls until the word is not 0, but at most $2 times.
 _RELEASE = tl.constexpr("""{
 .reg .pred other;
 .reg .u32 thread;
@@ -144,7 +145,7 @@ def arrive(header, rung, state, layer, tokens, number, rows, programs, ALONE: tl
         last = before // _PROGRAM == programs - 1
         rows += before % _PROGRAM
     if last:
-        tl.debug_barrier()  # all threads have read it
+        tl.debug_barrier()  # all threads have read the counter
         tl.store(state + _ARRIVED, 0)
         tl.store(state + _PENDING, tl.where(rows > 0, 1, 0))
         if rows > 0:
@@ -185,7 +186,7 @@ def _pull(
     pairs = tl.load(state + PAIRS + row)
     if WAIT:
         await_answer(answer, state)
-    # volatile: the CPU has written these since the last pull, so that no cache may serve the load
+    # volatile: the CPU has written these values since the last pull, so a cached copy would be stale
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)
 
@@ -197,8 +198,8 @@ def push(
     do nothing.
 
     x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: the CPU
-    computes a pair with id >= 0 and address 0. state int32
-    [STATE_WORDS + most tokens], initially zeros. Raises ValueError.
+    computes a pair with id >= 0 and address 0. state int32 [STATE_WORDS + most tokens], initially zeros. Raises
+    ValueError for other shapes and dtypes.
     """
     tokens, top_k = ids.shape
     check_push(x, ids, weights, up_address, block)

@@ -202,12 +202,13 @@ def _check(
     inner = (_strides(x.q)[2], *_strides(x.v)[2:], _strides(x.b)[2])
     if inner != (1, value_dim if members > 1 else 0, 1, 1 if members > 1 else 0) or x.b.shape[1:] != (groups, members):
         raise ValueError("the inner dimensions of q, k, v, z, b and a must be contiguous")
-    for tensor, shape in (
-        (state.rule[0], (heads, key_dim, value_dim)), (state.tail[0], (taps - 1, channels)),
-        (mixed, (rows, channels)), (seen, (rows, heads, value_dim)), (weights.conv, (channels, 1, taps)),
+    for name, tensor, shape in (
+        ("rule of a slot", state.rule[0], (heads, key_dim, value_dim)),
+        ("tail of a slot", state.tail[0], (taps - 1, channels)), ("mixed", mixed, (rows, channels)),
+        ("seen", seen, (rows, heads, value_dim)), ("conv", weights.conv, (channels, 1, taps)),
     ):  # fmt: skip
         if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"a tensor must be contiguous {shape}, not {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must be contiguous {shape}, not {tuple(tensor.shape)} {tensor.stride()}")
     if out.shape != (rows, heads * value_dim) or out.stride(1) != 1:
         raise ValueError(f"out must be [{rows}, {heads * value_dim}], not {tuple(out.shape)}")
 

@@ -50,7 +50,7 @@ class Chunks:
     workspace: Tensor
 
 
-@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
 def _convolve(
     q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
     FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
@@ -140,7 +140,7 @@ def _load_pairs(high, offsets, mask, APART: tl.constexpr):
     return tl.load(high + offsets, mask, 0.0), tl.load(high + APART + offsets, mask, 0.0)
 
 
-@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
 def _prepare(
     mixed, b, a, a_log, dt_bias, q_starts, inverses, scores, passed, left, sequences, groups, channels,
     gates_row, gates_group,

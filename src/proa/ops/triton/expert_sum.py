@@ -46,7 +46,7 @@ def _not_finite(values):
 @triton.jit
 def _of_cpu(at, state, token, inside):
     """Load the sum of the CPU's experts. With `state`, it is in the doorbell's block, which the CPU has written since
-    the last answer, so that no cache may serve the load."""
+    the last answer, so a cached copy would be stale."""
     if state is None:
         value = tl.load(at, inside, 0.0)
     else:

@@ -35,8 +35,7 @@ class Tile:
     warps: int
 
 
-# Tiles for bfloat16, by measurement (docs/lab; "of few": one token's pairs), and for formats that are
-# decoded.
+# Measured tiles (docs/lab) for bfloat16 ("up of few": for up to _FEW pairs), and for formats that are decoded.
 _FEW = 16
 _TILES = {
     "up of few": Tile(2, 64, 4, 2), "up": Tile(2, 32, 4, 2), "down": Tile(1, 64, 4, 2), "decoded": Tile(2, 64, 4, 4)

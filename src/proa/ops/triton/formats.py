@@ -65,8 +65,7 @@ def half(words, odd: tl.constexpr):
 @triton.jit
 def value(words, i: tl.constexpr, CODE: tl.constexpr):
     """Value i of each word, float32, exact, unscaled and still to be multiplied by `unit_of`; for NaN codes see
-    `not_numbers`.
-    """
+    `has_nan`."""
     pair: tl.constexpr = i // 2
     if CODE == "bf16":
         return (words << 16 if i == 0 else words & -65536).to(tl.float32, bitcast=True)
@@ -97,13 +96,13 @@ def pair_factor(code):
 
 @constexpr_function
 def pair_zero(code):
-    """Subtrahend after pair_factor was applied."""
+    """The number to subtract once pair_factor has been applied."""
     return 1.0 if code == "int4" else 2.0 if code == "int8" else 0.0
 
 
 @constexpr_function
 def pair_unit(code):
-    """Factor by which the results must finally be multiplied."""
+    """The factor to multiply sums of products by in the end."""
     return 64.0 if code == "int8" else 8.0 if code == "int4" or code == "uint4" else 1.0
 
 
@@ -115,7 +114,7 @@ def pair(words, p: tl.constexpr, CODE: tl.constexpr):
     elif CODE == "int8":  # the code's top bit goes to the lowest bit of the exponent
         return ((words >> 8 if p else words) ^ 0x00800080) & 0x00FF00FF
     elif CODE == "e4m3":
-        nan = tl.where(not_numbers(words), 0x7FC07FC0, 0)  # a NaN makes all four values of the word NaN
+        nan = tl.where(has_nan(words), 0x7FC07FC0, 0)  # a NaN makes all four values of the word NaN
         size = (words >> 4 if p else words << 4) & 0x07F007F0
         return size | ((words if p else words << 8) & -0x7FFF8000) | nan
     else:
@@ -126,15 +125,15 @@ def pair(words, p: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
-    """Value i of six-bit lines; low: the word with its low bits."""
+    """Value i of a line of six-bit codes as float32; low, high: the words with its four low and two upper bits."""
     upper = ((high >> (16 * (i % 2) + 2 * (i // 2))) & 3) << 4
     bits = ((low >> (16 * (i % 2) + 4 * (i // 2 % 4))) & 15) | upper
     return _integer(bits, 0, 6, 32 if CODE == "int6" else 0)
 
 
 @triton.jit
-def not_numbers(words):
-    """True for words of which one of the four e4m3 codes is NaN: all seven bits of its magnitude are set."""
+def has_nan(words):
+    """True for words with a NaN among their four e4m3 codes: all seven bits of its magnitude are set."""
     return (((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
 
 

@@ -116,7 +116,9 @@ def round_rows(x: Tensor, to: Fp8Rows) -> None:
     if x.dtype != torch.bfloat16 or x.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 with contiguous rows, not {x.dtype} of strides {x.stride()}")
     if to.codes.shape != (rows, whole * COLUMNS) or len(to.scales) != rows or groups not in (1, whole):
-        raise ValueError(f"{tuple(x.shape)} does not fit {tuple(to.codes.shape)}, {tuple(to.scales.shape)}")
+        raise ValueError(
+            f"x {tuple(x.shape)} does not fit codes {tuple(to.codes.shape)}, scales {tuple(to.scales.shape)}"
+        )
     if not (to.codes.is_contiguous() and to.scales.is_contiguous()):
         raise ValueError("codes and scales must be contiguous")
     if rows:

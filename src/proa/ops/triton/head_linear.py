@@ -1,5 +1,5 @@
 """A linear layer per head, y[h] = W[h] x[h], for few tokens; further elements of a head's input are copied behind its
-output. Never: what heads mean.
+output. Never: the meaning of heads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _head_linear(
         there = (at < INPUTS)[:, None] & (column < OUTPUTS)
         acc = tl.dot(some, tl.load(weight + at[:, None] * w_in + column * w_out, there, 0.0), acc)
     tl.store(target + column, acc.to(tl.bfloat16), live & (column < OUTPUTS))
-    if CARRIED > 0:  # noqa: SIM102 - a constant decides here, the device below
+    if CARRIED > 0:  # noqa: SIM102 - decided when compiling, unlike the next one
         if block == 0:
             behind = tl.arange(0, CARRIED_WIDE)[None, :]
             both = live & (behind < CARRIED)

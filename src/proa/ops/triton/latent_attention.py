@@ -48,7 +48,7 @@ def _attend(
     seen [M]: last position that each row sees. Without MASKED, every row sees all positions and they are whole blocks.
     scale includes log2(e): exponentials have base 2.
     """
-    dim, turning = tl.arange(0, q.shape[1])[None, :], tl.arange(0, q_key.shape[1])[None, :]
+    dim, rotary = tl.arange(0, q.shape[1])[None, :], tl.arange(0, q_key.shape[1])[None, :]
     for start in range(first, last, TOKENS):
         position = start + tl.arange(0, TOKENS)
         if MASKED:
@@ -56,12 +56,12 @@ def _attend(
             page = tl.load(pages + position // PAGE_TOKENS, position < last, 0).to(tl.int64)
             at = rows + (page * page_stride + (position % PAGE_TOKENS) * token_stride)[:, None]
             latents = tl.load(at + dim, here & (dim < RANK), 0.0)
-            keys = tl.load(at + RANK + turning, here & (turning < KEY), 0.0)
+            keys = tl.load(at + RANK + rotary, here & (rotary < KEY), 0.0)
         else:
             page = tl.load(pages + position // PAGE_TOKENS).to(tl.int64)
             at = rows + (page * page_stride + (position % PAGE_TOKENS) * token_stride)[:, None]
             latents = tl.load(at + dim, dim < RANK, 0.0)
-            keys = tl.load(at + RANK + turning, turning < KEY, 0.0)
+            keys = tl.load(at + RANK + rotary, rotary < KEY, 0.0)
         logits = tl.dot(q_key, tl.trans(keys))
         logits = tl.dot(q, tl.trans(latents), logits) * scale
         if MASKED:
@@ -85,7 +85,7 @@ def _share(kv_len, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def _decode(
     q, rows, page_table, kv_lens, partial, sizes, heads, scale, q_row, table_row, page_stride, token_stride,
-    PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, TURNING: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, ROTARY: tl.constexpr,
     TILE: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     sequence, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -98,10 +98,10 @@ def _decode(
     last = tl.minimum(kv_len, first + share)
     if first >= last:
         return
-    dim, turning = tl.arange(0, WIDE)[None, :], tl.arange(0, TURNING)[None, :]
+    dim, rotary = tl.arange(0, WIDE)[None, :], tl.arange(0, ROTARY)[None, :]
     at = q + sequence * q_row + head[:, None] * (RANK + KEY)
     tile = tl.load(at + dim, mine[:, None] & (dim < RANK), 0.0)
-    keys = tl.load(at + RANK + turning, mine[:, None] & (turning < KEY), 0.0)
+    keys = tl.load(at + RANK + rotary, mine[:, None] & (rotary < KEY), 0.0)
     acc, most, total = _attend(
         tile, keys, tl.zeros([TILE, WIDE], tl.float32), tl.full([TILE], LOWEST, tl.float32),
         tl.zeros([TILE], tl.float32), rows, page_table + sequence * table_row, first, last,
@@ -143,7 +143,7 @@ def _combine(
 def _prefill(
     q, rows, page_table, q_starts, kv_lens, out, heads, sequences, scale,
     q_row, out_row, table_row, page_stride, token_stride,
-    PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, TURNING: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, ROTARY: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """A tile is TILE // HEADS query rows."""
@@ -160,11 +160,11 @@ def _prefill(
     seen = past + tl.minimum(row, q_len - 1)
     end = past + tl.minimum(first_row + ROWS, q_len)
     whole_end = (past + first_row + 1) // TOKENS * TOKENS  # before this position no masking is needed
-    dim, turning = tl.arange(0, WIDE)[None, :], tl.arange(0, TURNING)[None, :]
+    dim, rotary = tl.arange(0, WIDE)[None, :], tl.arange(0, ROTARY)[None, :]
     token = (q_start + row).to(tl.int64)
     at = q + token[:, None] * q_row + head[:, None] * (RANK + KEY)
     tile = tl.load(at + dim, live & (dim < RANK), 0.0)
-    keys = tl.load(at + RANK + turning, live & (turning < KEY), 0.0)
+    keys = tl.load(at + RANK + rotary, live & (rotary < KEY), 0.0)
     acc = tl.zeros([TILE, WIDE], tl.float32)
     most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
     pages = page_table + sequence * table_row
@@ -265,8 +265,8 @@ def _widths(cache: LatentPages) -> dict[str, int]:
 
 
 def _constants(rank: int, key: int) -> dict[str, int]:
-    wide, turning = (max(16, triton.next_power_of_2(n)) for n in (rank, key))
-    return {"RANK": rank, "KEY": key, "WIDE": wide, "TURNING": turning}
+    wide, rotary = (max(16, triton.next_power_of_2(n)) for n in (rank, key))
+    return {"RANK": rank, "KEY": key, "WIDE": wide, "ROTARY": rotary}
 
 
 def decode_shape(heads: int, shared_bytes: int) -> TileShape:

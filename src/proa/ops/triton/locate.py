@@ -1,4 +1,4 @@
-"""Looks up where each chosen expert is computed, in the layer's residency table, inside the graph. Never: moving
+"""The lookup of where each chosen expert is computed, in the layer's residency table, inside the graph. Never: moving
 experts."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _of_several(expert, missing, share, PAIRS: tl.constexpr):
 def places(
     expert, real, up_table, down_table, cpu_table, counts, up_place, down_place, share, PAIRS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Addresses and CPU numbers of experts int32 [n], where `real` is true. share: not None if some may be read in
-    place; PAIRS: n if they belong to several tokens."""
+    """Look up addresses and CPU numbers of experts int32 [n], where `real` is true. share: not None if some may be read
+    in place; PAIRS: n if they belong to several tokens."""
     gate_up, low = tl.load(up_table + expert, real, 0), tl.load(down_table + expert, real, 0)
     number = tl.load(cpu_table + expert, real, -1)
     if share is not None:

@@ -70,10 +70,10 @@ def row_logprobs(
 ) -> None:  # fmt: skip
     """Natural logprobs of J rows: of tokens[row], then of the top `count` tokens, the lowest id first among equals.
 
-    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R], rows with a negative token are
-    skipped; ones: constant inputs of `weigh`: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace
-    int64 [logprobs_keys(J, vocab, count)] or more; ids int32 [J, count] and logprobs float32 [J, count + 1],
-    contiguous, count up to the vocabulary.
+    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R]: the results of a row with a
+    negative token are arbitrary; ones: constant inputs of `weigh`: kinds, all WHOLE, int32 [J], and inverses, all 1,
+    float64 [J]; workspace int64 [logprobs_keys(J, vocab, count)] or more; ids int32 [J, count] and logprobs float32
+    [J, count + 1], contiguous, count up to the vocabulary.
     """
     number, count = ids.shape
     if count > space.vocab or logprobs.shape != (number, count + 1) or len(rows) != number:

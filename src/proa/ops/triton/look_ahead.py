@@ -84,7 +84,7 @@ def _look_ahead(
         tl.debug_barrier()
         rows = tl.num_programs(1)
         if ALONE or tl.atomic_add(state + _ROWS, 1, sem="acq_rel", scope="sys") == rows - 1:
-            tl.debug_barrier()  # all threads have read it
+            tl.debug_barrier()  # all threads have read the counter
             number = tl.load(state + _NUMBER) + 1
             tl.store(state + _ROWS, 0)
             tl.store(state + _NUMBER, number)

@@ -156,7 +156,7 @@ def panel_sums(
                 products, part, x, (start + line) * VALUES, CODE, COLUMNS, WHOLE, VALUES, QUADS
             )
             if CODE == "e4m3":
-                products = tl.where(formats.not_numbers(part[0]), float("nan"), products)
+                products = tl.where(formats.has_nan(part[0]), float("nan"), products)
             if BY_GROUP:
                 group = (start + tl.arange(0, GROUPS) * (LINES // GROUPS)) * VALUES // GROUP
                 group = tl.minimum(group, PANEL_LINES * VALUES // GROUP - 1)[None, :, None]
@@ -262,7 +262,7 @@ def _weights(words, scale, minimum, CODE: tl.constexpr, VALUES: tl.constexpr):
         tl.static_assert(VALUES == 16)
         even = _eight(words, scale, minimum, 0, 2, CODE)
         all_ = tl.join(even, _eight(words, scale, minimum, 1, 2, CODE))
-    return tl.reshape(all_, words[0].shape + [VALUES])  # noqa: RUF005 - Triton knows no other way
+    return tl.reshape(all_, words[0].shape + [VALUES])  # noqa: RUF005 - Triton has no unpacking
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def _scaled(
             minimum = formats.minimum(area, group, row, SCALE)
     if CODE == "e4m3":
         one = 1.0 / formats.unit_of(CODE)
-        scale = tl.where(formats.not_numbers(words[0]), float("nan"), one if scale is None else scale)
+        scale = tl.where(formats.has_nan(words[0]), float("nan"), one if scale is None else scale)
     return _weights(words, scale, minimum, CODE, VALUES)
 
 
@@ -286,9 +286,9 @@ def _scaled(
 def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
     """Words of unscaled formats as bfloat16, transposed: lines and columns first, panels and rows last."""
     if CODE == "bf16":
-        turned = tl.permute(words, (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
-        quads: tl.constexpr = turned.shape[0]
-        lines = tl.reshape(turned, [quads * 4, words.numel // (quads * 4)])
+        transposed = tl.permute(words, (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
+        quads: tl.constexpr = transposed.shape[0]
+        lines = tl.reshape(transposed, [quads * 4, words.numel // (quads * 4)])
         pair = tl.join(lines.to(tl.int16), (lines >> 16).to(tl.int16))
         return tl.permute(pair, (0, 2, 1)).to(tl.bfloat16, bitcast=True)
     else:
@@ -394,7 +394,7 @@ def panel_rows(
         if SCALE == "e4m3":
             scale *= formats.factor(area, SCALE)
         if CODE == "e4m3":
-            scale = tl.where(formats.not_numbers(part[0]), float("nan"), scale)
+            scale = tl.where(formats.has_nan(part[0]), float("nan"), scale)
         minimum = formats.minimum(area, group, row, SCALE) if formats.has_minimum(CODE) else None
         values = _weights(part, scale, minimum, CODE, VALUES)
         return tl.reshape(tl.permute(values, (1, 0, 2)), [ROWS, LINES * VALUES])

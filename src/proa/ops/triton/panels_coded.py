@@ -65,12 +65,12 @@ def _codes(words, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE_WORDS: tl.cons
     if formats.pair_zero(CODE) != 0.0:
         all_ -= tl.full([], formats.pair_zero(CODE), tl.bfloat16)
     if VALUES == 4:
-        turned = tl.permute(all_, (0, 1, 5, 4, 2, 3))
+        permuted = tl.permute(all_, (0, 1, 5, 4, 2, 3))
     elif WHOLE_WORDS:
-        turned = tl.permute(all_, (0, 1, 6, 5, 4, 2, 3))
+        permuted = tl.permute(all_, (0, 1, 6, 5, 4, 2, 3))
     else:
-        turned = tl.permute(all_, (0, 6, 1, 5, 4, 2, 3))
-    return turned
+        permuted = tl.permute(all_, (0, 6, 1, 5, 4, 2, 3))
+    return permuted
 
 
 @triton.jit

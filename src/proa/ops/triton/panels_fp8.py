@@ -58,10 +58,10 @@ def _weights(words, PANELS: tl.constexpr, PAIRED: tl.constexpr):
     """Reinterpret words [PANELS, lines, 2, 8] as e4m3 [PANELS * ROWS, columns]."""
     LINES: tl.constexpr = words.shape[1]
     if PAIRED:
-        turned = tl.permute(tl.reshape(words, [PANELS // 2, 2, LINES, 2, 8]), (0, 3, 1, 4, 2))
+        permuted = tl.permute(tl.reshape(words, [PANELS // 2, 2, LINES, 2, 8]), (0, 3, 1, 4, 2))
     else:
-        turned = tl.permute(words, (0, 2, 3, 1))
-    word = tl.reshape(turned, [PANELS * ROWS, LINES])
+        permuted = tl.permute(words, (0, 2, 3, 1))
+    word = tl.reshape(permuted, [PANELS * ROWS, LINES])
     even = tl.join(word.to(tl.int8), (word >> 16).to(tl.int8))
     odd = tl.join((word >> 8).to(tl.int8), (word >> 24).to(tl.int8))
     return tl.reshape(tl.join(even, odd), [PANELS * ROWS, LINES * 4]).to(tl.float8e4nv, bitcast=True)
