@@ -21,6 +21,8 @@ from proa.bench.hybrid_table import render_beside, render_drift
 from proa.bench.result import Result
 from proa.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 
 
