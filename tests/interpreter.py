@@ -81,7 +81,7 @@ _SHAPES: dict[tuple[int, ...], tuple[Any, int, str]] = {}  # of blocks: the shap
 _TENSOR_SHAPES: dict[int, tuple[Any, Any]] = {}  # by the id of an object above: what tensors have as shape and numel
 _NO_SHAPE = tl.tuple([]), tl.constexpr(1)
 _new_block_type, _equal = tl.block_type.__init__, tl.tuple.__eq__
-_broadcast = interpreter.TritonSemantic.broadcast_impl_value
+_broadcast, _cast = interpreter.TritonSemantic.broadcast_impl_value, interpreter.TritonSemantic.cast
 
 
 def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -115,7 +115,12 @@ def _broadcast_both(self: Any, a: Any, b: Any) -> Any:
     return _broadcast(self, a, b)
 
 
+def _cast_scalars(self: Any, value: Any, to: Any, fp_downcast_rounding: str | None = None) -> Any:
+    return value if value.dtype is to else _cast(self, value, to, fp_downcast_rounding)
+
+
 def repair() -> None:
+    interpreter.TritonSemantic.cast = _cast_scalars
     tl.block_type.__init__ = _block_type
     tl.tensor.__init__ = _tensor
     tl.tuple.__eq__ = _shape_equal

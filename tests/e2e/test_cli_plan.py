@@ -59,6 +59,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """Runs `proa plan --json` in this process, whose imports are done; test_text runs the program."""
 
     def run(*argv: str) -> dict[str, Any]:
+        capsys.readouterr()  # what libraries have printed before
         monkeypatch.setattr(sys, "argv", ["proa", "plan", *argv, "--json"])
         code, (out, err) = main(), capsys.readouterr()
         assert (code, err) == (0, "")
