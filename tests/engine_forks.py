@@ -44,7 +44,8 @@ class EngineForks:
         """The socket of the process to fork from, which programs may inherit: see `proa`."""
         if self._requests is None:
             self._requests, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = programs.python(__file__, str(its.fileno()))
+            # It ends when the socket closes. Not by programs.python: the thread here may end before its program.
+            command = [sys.executable, __file__, str(its.fileno())]
             self._process = subprocess.Popen(command, env=child_environ(), pass_fds=(its.fileno(),))
             its.close()
         return self._requests
@@ -117,7 +118,8 @@ def _tell(status: int, number: int) -> None:
 
 
 def _lasting(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
+    """Without what pytest sets for each test, and torch in a process that imports its compiler."""
+    return {name: value for name, value in env.items() if not name.startswith(("PYTEST_", "TORCHINDUCTOR_CACHE_DIR"))}
 
 
 def serve(requests: socket.socket) -> int | None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,16 @@ def test_another_environment_is_imported_anew(forks: EngineForks) -> None:
     process.kill()
     process.communicate()
     own.close()
+
+
+def test_a_thread_that_ends_does_not_end_the_others() -> None:
+    """The process to fork from may be started by any thread, and outlives it."""
+    forks = EngineForks()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            process, own = thread.submit(begin, forks).result()
+        assert not isinstance(process, subprocess.Popen)
+        own.close()
+        assert process.wait() == 0
+        process.stdin.close()
+    forks.close()
