@@ -14,8 +14,10 @@ import torch
 
 import sample
 from at_once import beside_others, processes
+from engine_forks import EngineForks
 from examples import fewer
 from have_gpu import HAVE_GPU
+from proa.engine.processes import process
 
 if not HAVE_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
@@ -127,6 +129,23 @@ def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str
 def sampled(request: pytest.FixtureRequest) -> bool:
     """Whether this run is a sample, `make test`; a test whose length is a number may take a smaller one."""
     return request.config.option.sample is not None
+
+
+@pytest.fixture(scope="session")
+def engine_forks() -> Iterator[EngineForks | None]:
+    """Starts engines without their imports; None with a GPU, where they start as in service."""
+    forks = EngineForks()
+    yield None if HAVE_GPU else forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(engine_forks: EngineForks | None) -> Iterator[None]:
+    """Engines that this module's tests start in this process are forked from one that has imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if engine_forks is not None:
+            patch.setattr(process, "subprocess", engine_forks.subprocess)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 arithmetic, truncates it where a GPU rounds, reads the NaN of e4m3 as 480, and with NumPy 2.4 fails to use scalars as
 bounds of a loop; the patches make it behave like a GPU.
 It spends half of its time on useless work: at each call of a function inside a kernel it replaces the functions of
-triton.language again, for each operation it builds the table of NumPy's types, and it computes integer overflows, which
-it reports in debug mode only. The patches remove that.
+triton.language again, for each operation it builds the table of NumPy's types and several types with their shapes, and
+it computes integer overflows, which it reports in debug mode only. The patches remove that.
 Imported only where kernels are interpreted.
 """
 
@@ -77,7 +77,54 @@ def _numpy_type(of: Any) -> np.dtype[Any]:
 _numpy_scalar = functools.cache(interpreter._get_np_dtype)
 
 
+_SHAPES: dict[tuple[int, ...], tuple[Any, int, str]] = {}  # of blocks: the shape, one object each, its size, its text
+_TENSOR_SHAPES: dict[int, tuple[Any, Any]] = {}  # by the id of an object above: what tensors have as shape and numel
+_NO_SHAPE = tl.tuple([]), tl.constexpr(1)
+_new_block_type, _equal = tl.block_type.__init__, tl.tuple.__eq__
+_broadcast, _cast = interpreter.TritonSemantic.broadcast_impl_value, interpreter.TritonSemantic.cast
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Make the type from a shape that has been checked before, if it has."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    known = _SHAPES.get(sizes)
+    if known is None:
+        _new_block_type(self, element_ty, shape)
+        _SHAPES[sizes] = self.shape, self.numel, str(self.shape)
+        _TENSOR_SHAPES[id(self.shape)] = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(self.numel)
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, text = known
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - its name in Triton
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _TENSOR_SHAPES[id(type.shape)] if type.is_block() else _NO_SHAPE
+
+
+def _shape_equal(self: Any, other: Any) -> Any:
+    if type(other) is list and all(type(size) is int for size in other):
+        return tl.constexpr(self.values == other)
+    return _equal(self, other)
+
+
+def _broadcast_both(self: Any, a: Any, b: Any) -> Any:
+    if a.type.is_block() and b.type.is_block() and a.type.shape is b.type.shape:
+        return a, b
+    return _broadcast(self, a, b)
+
+
+def _cast_scalars(self: Any, value: Any, to: Any, fp_downcast_rounding: str | None = None) -> Any:
+    return value if value.dtype is to else _cast(self, value, to, fp_downcast_rounding)
+
+
 def repair() -> None:
+    interpreter.TritonSemantic.cast = _cast_scalars
+    tl.block_type.__init__ = _block_type
+    tl.tensor.__init__ = _tensor
+    tl.tuple.__eq__ = _shape_equal
+    interpreter.TritonSemantic.broadcast_impl_value = _broadcast_both
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patch_for_good

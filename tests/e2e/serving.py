@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import programs
+from engine_forks import EngineForks
 
 T = TypeVar("T")
 
@@ -19,11 +20,16 @@ LIMIT_S = 60
 
 
 @contextmanager
-def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run `proa serve --json` on a free port; yield the process and the report of the loaded model."""
+def serving(
+    folder: Path, *argv: str, forks: EngineForks | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run `proa serve --json` on a free port; yield the process and the report of the loaded model. forks: start the
+    server's engine from there."""
+    command = ("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv)
     with subprocess.Popen(
-        programs.proa("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
+        forks.proa(*command) if forks else programs.proa(*command),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        pass_fds=(forks.requests.fileno(),) if forks else (),
     ) as process:  # fmt: skip
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]

@@ -26,6 +26,7 @@ from llguidance import LLTokenizer
 from serving import serving
 
 import programs
+from engine_forks import EngineForks
 from fetched import npm_package
 from proa.grammar.trial import verdict
 from proa.types import Constraint
@@ -139,14 +140,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def report(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, engine_forks: EngineForks | None
+) -> Iterator[dict[str, Any]]:
     scripts: dict[str, Any] = {"": "Hello!", SECRET: SAYS}
     for name, agent in AGENTS.items():
         arguments = {key: value.format(folder=folder) for key, value in agent.arguments.items()}
         call = json.dumps({"name": agent.tool, "arguments": arguments})
         scripts[f"with {name}"] = f"<tool_call>\n{call}\n</tool_call>"
     model = write_scripted_model(tmp_path_factory.mktemp("scripted"), scripts)
-    with serving(model, "--context=64k", "--gpu=none", "--served-model-name=scripted") as (_, loaded):
+    flags = ("--context=64k", "--gpu=none", "--served-model-name=scripted")
+    with serving(model, *flags, forks=engine_forks) as (_, loaded):
         yield loaded
 
 

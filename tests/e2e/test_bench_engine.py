@@ -11,6 +11,8 @@ from proa.bench.latency import LatencyOptions, run
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from tiny import make_tiny
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 @pytest.mark.alone
 def test_a_real_engine_is_timed_beside_its_roof(tmp_path: Path) -> None:

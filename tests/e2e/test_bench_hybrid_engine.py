@@ -21,6 +21,8 @@ from proa.bench.hybrid_table import render_beside, render_drift
 from proa.bench.result import Result
 from proa.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 
 
@@ -94,14 +96,16 @@ def test_hits_and_the_roof_of_what_was_read(bench: Bench) -> None:
 
 
 @pytest.mark.alone
-def test_a_drift(bench: Bench) -> None:
+def test_a_drift(bench: Bench, sampled: bool) -> None:
     """The hit rate falls when other experts become hot."""
+    requests = [2] if sampled else [1, 2]
     done = bench(
-        "--gpu=sim:64MiB", "--resident=37.5", "--requests=1,2", "--router=drift", "--drift-tokens=100", "--json"
-    )
+        "--gpu=sim:64MiB", "--resident=37.5", f"--requests={','.join(map(str, requests))}", "--router=drift",
+        "--drift-tokens=100", "--json",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["figures"]["requests"] for r in results] == [1, 2]
+    assert [r["figures"]["requests"] for r in results] == requests
     for found in results:
         figures = found["figures"]
         assert (found["bench"], figures["drift_tokens"], figures["window_tokens"]) == ("hybrid-drift", 100, 10)

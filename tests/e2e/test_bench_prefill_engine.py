@@ -10,6 +10,8 @@ import pytest
 
 from proa.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 Bench = Callable[..., tuple[int, str, str]]
 TINY = ["--shape=tiny", "--gpu=sim:64MiB,pcie=1GB/s", "--threads=1", "--runs=1"]
 

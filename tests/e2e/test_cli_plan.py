@@ -17,6 +17,7 @@ import pytest
 
 import programs
 from e2e.serving import LIMIT_S, serving
+from engine_forks import EngineForks
 from fakes import make_tokenizer
 from families.hub_texts import CONFIGS
 from proa.cli.main import main
@@ -30,6 +31,7 @@ from tiny import make_tiny
 from tiny_quantised import SCHEMES, make_quantised
 
 TB = 1 << 40
+Planned = Callable[..., dict[str, Any]]
 VOCAB, HIDDEN = 512, 256
 
 
@@ -52,11 +54,19 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-def plan(*argv: str) -> dict[str, Any]:
-    done = proa("plan", *argv, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Runs `proa plan --json` in this process, whose imports are done; test_text runs the program."""
+
+    def run(*argv: str) -> dict[str, Any]:
+        capsys.readouterr()  # what libraries have printed before
+        monkeypatch.setattr(sys, "argv", ["proa", "plan", *argv, "--json"])
+        code, (out, err) = main(), capsys.readouterr()
+        assert (code, err) == (0, "")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +114,7 @@ def published(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_doctor_describes_this_machine_for_a_plan(this_machine: Path, folder: Path) -> None:
+def test_doctor_describes_this_machine_for_a_plan(this_machine: Path, folder: Path, plan: Planned) -> None:
     described = read_machine_file(this_machine)
     assert described.rates.ram.bytes_per_s > 1e8
     assert described.rates.cpu_flops_per_s > 1e8
@@ -116,10 +126,12 @@ def test_doctor_describes_this_machine_for_a_plan(this_machine: Path, folder: Pa
     assert found["memory"]["free_bytes"] == described.machine.available_bytes
 
 
-def test_the_plan_is_that_of_the_server_and_the_memory_what_it_takes(folder: Path) -> None:
+def test_the_plan_is_that_of_the_server_and_the_memory_what_it_takes(
+    folder: Path, plan: Planned, engine_forks: EngineForks | None
+) -> None:
     asked = ("--context=256", "--max-running=3", "--ram=3GiB", "--gpu=none", "--dtype=bfloat16")
     found = plan(str(folder), *asked)
-    with serving(folder, *asked) as (_, served):
+    with serving(folder, *asked, forks=engine_forks) as (_, served):
         assert httpx.get(served["url"] + "/health", trust_env=False).status_code == 200
     for key in ("model", "context_tokens", "max_running", "gpus"):
         assert found[key] == served[key], key
@@ -132,13 +144,15 @@ def test_the_plan_is_that_of_the_server_and_the_memory_what_it_takes(folder: Pat
 
 
 @pytest.mark.parametrize("scheme", ["fp8 block", "int4", "gptq", "nvfp4"])
-def test_memory_by_the_config_alone_is_what_the_server_takes(scheme: str, tmp_path: Path) -> None:
+def test_memory_by_the_config_alone_is_what_the_server_takes(
+    scheme: str, tmp_path: Path, plan: Planned, engine_forks: EngineForks | None
+) -> None:
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 256}
     folder, _ = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", vocab_size=VOCAB, **sizes)
     make_tokenizer(folder, vocab_size=VOCAB)
     text = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(text))
-    with serving(folder, "--context=128", "--gpu=none") as (_, served):
+    with serving(folder, "--context=128", "--gpu=none", forks=engine_forks) as (_, served):
         pass
     (folder / "model.safetensors").unlink()
     found = plan(str(folder), "--context=128", "--gpu=none")
@@ -148,7 +162,7 @@ def test_memory_by_the_config_alone_is_what_the_server_takes(scheme: str, tmp_pa
     assert proa("serve", str(folder)).returncode == 3, "only a plan needs no weights"
 
 
-def test_a_machine_that_is_not_here(big_machine: Path, tmp_path: Path) -> None:
+def test_a_machine_that_is_not_here(big_machine: Path, tmp_path: Path, plan: Planned) -> None:
     found = plan(str(published(tmp_path, "deepseek-ai/DeepSeek-V3")), "--machine", str(big_machine))
     (gpu,) = found["gpus"]
     assert (gpu["name"], gpu["gpu_only"], gpu["inclusive"]) == ("NVIDIA H200", False, True)
@@ -170,7 +184,7 @@ def test_a_machine_that_is_not_here(big_machine: Path, tmp_path: Path) -> None:
 def test_a_trillion_parameters_in_seconds(big_machine: Path, tmp_path: Path) -> None:
     folder = published(tmp_path, "moonshotai/Kimi-K2-Instruct")
     begin_s = time.perf_counter()
-    found = plan(str(folder), "--machine", str(big_machine))
+    found = json.loads(proa("plan", str(folder), "--machine", str(big_machine), "--json").stdout)
     assert time.perf_counter() - begin_s < 5
     assert found["model"]["parameters"] > 1e12
     assert 0 < found["seconds"] < 5

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import programs
 from e2e.serving import LIMIT_S, children_of, engines_of, serving, wait_for
+from engine_forks import EngineForks
 from fakes import make_tokenizer
 from tiny import make_tiny
 
@@ -282,8 +283,8 @@ def test_chat_passes_on_why_no_server_could_start(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_chat_uses_the_running_server(folder: Path) -> None:
-    with serving(folder, "--served-model-name=tiny") as (_, report):
+def test_chat_uses_the_running_server(folder: Path, engine_forks: EngineForks | None) -> None:
+    with serving(folder, "--served-model-name=tiny", forks=engine_forks) as (_, report):
         done = proa("chat", "tiny", "-p", "hello", "--set=max_tokens=4", f"--port={report['port']}")
         assert done.returncode == 0, done.stderr
         metrics = httpx.get(report["url"] + "/metrics", trust_env=False).text
@@ -367,9 +368,12 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_a_log_that_nothing_reads_does_not_stop_the_server(folder: Path) -> None:
+def test_a_log_that_nothing_reads_does_not_stop_the_server(folder: Path, engine_forks: EngineForks | None) -> None:
     """Programs that start a server often leave its stderr a pipe without a reader, which holds 64 KiB."""
-    with serving(folder, "--gpu=none") as (_, report), httpx.Client(base_url=report["url"], timeout=30) as client:
+    with (
+        serving(folder, "--gpu=none", forks=engine_forks) as (_, report),
+        httpx.Client(base_url=report["url"], timeout=30) as client,
+    ):
         for i in range(400):
             assert client.get(f"/nosuch/{i}/{'x' * 1000}").status_code == 404
         assert client.get("/health").status_code == 200

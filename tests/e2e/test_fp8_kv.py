@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from gpu_llm import GPUS, launched, make_model
 from proa.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 def scale_all(folder: Path, value: float) -> None:
     """Add one scale for K and V of every layer."""

@@ -15,6 +15,8 @@ from proa.types import SamplingParams
 from tiny import make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 async def answer(model: Path, gpu: str, tokenizer: Path) -> list[int]:
     options = {"gpu_experts": "auto"} if gpu == "none" else {}

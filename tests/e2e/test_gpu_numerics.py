@@ -12,6 +12,8 @@ from proa.errors import NumericsError
 from proa.text.answer import Answer
 from proa.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 LAYER = 1
 PROMPTS = [[20 + 7 * i] for i in range(24)]
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

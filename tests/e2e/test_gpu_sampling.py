@@ -17,6 +17,8 @@ from proa.sampling.rows import Row
 from proa.text.answer import Answer
 from proa.types import Sampling, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 VOCAB, PROMPT, ANSWER_TOKENS = 512, [5, 9, 9, 70], 12
 BIASES = {token: 6 * torch.rand((), generator=torch.Generator().manual_seed(token)).item() for token in range(VOCAB)}
 WISHES: dict[str, dict[str, Any]] = {

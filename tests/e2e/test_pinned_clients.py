@@ -13,6 +13,7 @@ import pytest
 from serving import serving
 
 import programs
+from engine_forks import EngineForks
 from fetched import installed
 from scripted_model import write_scripted_model
 
@@ -27,9 +28,10 @@ LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory, engine_forks: EngineForks | None) -> Iterator[str]:
     folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    with serving(folder, "--context=8k", "--gpu=none", "--served-model-name=scripted") as (_, loaded):
+    flags = ("--context=8k", "--gpu=none", "--served-model-name=scripted")
+    with serving(folder, *flags, forks=engine_forks) as (_, loaded):
         yield loaded["url"]
 
 

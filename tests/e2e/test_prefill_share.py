@@ -13,6 +13,8 @@ from gpu_llm import launched, make_model
 from proa.llm import AsyncLLM
 from proa.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 KINDS = [
     pytest.param({"gpu": "none", "gpu_experts": "auto"}, id="native"),
     pytest.param({"gpu": "none", "gpu_experts": "auto", "dtype": "float32"}, id="torch"),

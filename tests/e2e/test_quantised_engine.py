@@ -12,6 +12,8 @@ from gpu_llm import GPUS, launched
 from proa.types import SamplingParams
 from tiny_quantised import SCHEMES, make_quantised
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 FORMATS = {"fp8 block": "fp8_panel", "gptq": "int4_f16", "nvfp4": "nvfp4"}
 
 

@@ -11,6 +11,8 @@ from gpu_llm import GPUS, launched, make_model
 from proa.engine.stats import Stats
 from proa.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 PROMPTS = [[20 + 7 * i, 3, 5 + i] for i in range(3)]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 

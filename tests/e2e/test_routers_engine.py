@@ -14,6 +14,8 @@ from gpu_llm import GPUS, launched
 from proa.types import SamplingParams
 from tiny import make_tiny
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 async def answer(folder: Path, gpu: str, **options: str) -> list[int]:
     async with launched(folder, gpu, **options) as llm:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from serving import serving
 
+from engine_forks import EngineForks
 from scripted_model import write_scripted_model
 
 openai = pytest.importorskip("openai")
@@ -39,9 +40,10 @@ TOOLS: Any = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def report(tmp_path_factory: pytest.TempPathFactory, engine_forks: EngineForks | None) -> Iterator[dict[str, Any]]:
     folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    with serving(folder, "--context=4096", "--gpu=none", "--max-batch-tokens=128", "--no-prefix-cache") as (_, loaded):
+    flags = ("--context=4096", "--gpu=none", "--max-batch-tokens=128", "--no-prefix-cache")
+    with serving(folder, *flags, forks=engine_forks) as (_, loaded):
         yield loaded
 
 

@@ -16,6 +16,8 @@ from proa.config.parse import from_keywords
 from proa.engine.processes.aside import Aside
 from proa.llm import AsyncLLM
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 CPUS = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 

@@ -16,6 +16,8 @@ from proa.engine.ipc import Ready
 from proa.errors import UsageError
 from tiny import make_tiny
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 
 def ready(load_seconds: float, peak_rss_bytes: int) -> Ready:
     return Ready(
