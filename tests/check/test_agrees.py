@@ -15,6 +15,7 @@ from proa.check.apart import OutOfTime
 from proa.check.compare import Comparison
 from proa.check.drive import CACHED, DECODE, PROMPT
 from proa.check.observe import observe
+from proa.check.paths import Path as OnePath
 from proa.check.report import answer, notes, scope
 from proa.check.run import Answer, Failed
 from proa.check.verdict import Observed
@@ -93,10 +94,10 @@ def test_no_time_for_any_path(tmp_path: Path, monkeypatch: Patch) -> None:
 def test_a_path_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
     """The process of the path sleeps, and is killed."""
 
-    def slow(name: str, *args: Any, **more: Any) -> Observed | str:
-        if name == "CPU, avx2":
+    def slow(path: OnePath, *args: Any) -> Observed | str:
+        if path.name == "CPU, avx2":
             time.sleep(600)
-        return observe(name, *args, **more)
+        return observe(path, *args)
 
     monkeypatch.setattr(proa.check.run, "observe", slow)
     monkeypatch.setattr(proa.check.run, "_BEGIN_SHARE", 1.0)
