@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+import proa.cache.keys
 import proa.engine.executors.angles
 import proa.engine.executors.eager
 import proa.engine.executors.recorded
-import proa.cache.keys
 import proa.hybrid.moves
 import proa.hybrid.streaming
 import proa.weights.coded
@@ -82,15 +82,15 @@ def wrong_rope(patch: Patch) -> None:
 
 def page_of_another_prompt(patch: Patch) -> None:
     match, insert = PrefixCache.match, PrefixCache.insert
-    kept: list[list[int]] = []
+    kept: dict[PrefixCache, list[int]] = {}
 
     def remember(self: PrefixCache, node: Any, keys: Any, pages: Any) -> Any:
-        kept.append(list(pages))
+        kept.setdefault(self, []).extend(pages)
         return insert(self, node, keys, pages)
 
     def other(self: PrefixCache, keys: Any) -> Any:
         right = match(self, keys)
-        others = [page for pages in kept for page in pages if page not in right.pages]
+        others = [page for page in kept.get(self, []) if page not in right.pages]
         if not right.pages or not others:
             return right
         return dataclasses.replace(right, pages=[others[0], *right.pages[1:]])
@@ -209,14 +209,15 @@ def _copied_without(patch: Patch, left_out: Sequence[str]) -> None:
 
 
 def next_expert_in_the_ring(patch: Patch) -> None:
-    """The tables of a pass map each expert of one layer to the next one's place in the ring."""
+    """The tables of a pass map one expert to the next one's place in the ring."""
     elsewhere = Streaming._elsewhere
 
     def next_place(self: Streaming, one: Any, at: int) -> Any:
         found = elsewhere(self, one, at)
         if found.layer != LAYER:
             return found
-        return found._replace(up=[*found.up[1:], found.up[0]], down=[*found.down[1:], found.down[0]])
+        up, down = ([places[1], *places[1:]] for places in (found.up, found.down))
+        return dataclasses.replace(found, up=up, down=down)
 
     patch.setattr(Streaming, "_elsewhere", next_place)
 

@@ -44,6 +44,8 @@ def observe(path: Path, of: Adapted, sample: Sample, texts: Texts) -> Observed |
     fill(build, plan, checkpoint, declared, lambda loading: None)
     executor = build.runner(lambda loading: None).executor
     vocab, caches = declared.spec.vocab, executor.caches
+    if path.streams is not Streams.NOTHING and (why := _not_streamed(build)):
+        return why
     if path.moving and not _move(_engine(Runner(executor, plan.page_tokens), plan, vocab), vocab):
         return f"no expert moved in {MOVE_ROUNDS} prompts"
     runner = NotingRunner(executor, plan.page_tokens, notes)
@@ -78,6 +80,13 @@ def _move(engine: Engine, vocab: int) -> bool:
     for i in range(_AFTER_MOVES if left else 0):
         finish(engine, {f"after {i}": [(left + i + 1) % vocab] * MOVE_TOKENS})
     return bool(executor.counters().moved_bytes)
+
+
+def _not_streamed(build: Build) -> str:
+    """Why the machine has no ring after all, although it was planned: the driver did not register RAM. Empty: it has
+    one."""
+    rows = build.ready(0.0).decisions
+    return next((row.why for row in rows if row.name == "prefill" and row.got == "cpu"), "")
 
 
 def _refuse_unstreamed(counters: Counters, *, halved: bool) -> None:
