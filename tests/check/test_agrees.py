@@ -61,6 +61,14 @@ def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, mon
         )
 
 
+def test_a_folder_of_the_user_stays_as_it_is(tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = tmp_path / "kept"
+    files = {"prefix_cache_dir": str(folder), "prefix_cache_disk": 1 << 30}
+    report = checked(make_tiny("qwen3-moe", tmp_path / "m"), monkeypatch, only="FP8 KV", **files)
+    assert any(FROM_FILES in path.worst for path in report.observed)
+    assert not folder.exists()
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(proa.cache.files, "_write", refuse)
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="VRAM and RAM")

@@ -1,6 +1,6 @@
 """The plan of a path: the engine's own for the path's options, and what no option asks for. Pure. Never: building it.
 
-Files and RAM of the prefix cache are asked for like by a user. Which instruction set, how many experts are copied for a
+Files and RAM of the prefix cache are asked for as a user does. Which instruction set, how many experts are copied for a
 prompt, and in how many groups are facts of a machine that a path must have whatever the machine is.
 """
 
@@ -58,9 +58,9 @@ def _missing_tiers(plan: Plan) -> dict[str, str]:
     rows = {decision.name: decision.why for decision in plan.decisions}
     missing = {}
     if not plan.memory.prefix_cache_bytes:
-        missing[FROM_RAM] = rows["prefix cache in RAM"]
+        missing[FROM_RAM] = rows.get("prefix cache in RAM", "it is not planned")
     if plan.prefix_files is None:
-        missing[FROM_FILES] = rows["prefix cache files"]
+        missing[FROM_FILES] = rows.get("prefix cache files", "they are not planned")
     return missing
 
 

@@ -136,10 +136,12 @@ def check(
 
 
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
-    """The options with small steps and contexts, and nothing lossy. Workers are not bound: other engines may run."""
+    """The options with small steps and contexts, nothing lossy, and no tiers behind the prefix cache: paths ask for
+    their own. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
+    cache = replace(cache, prefix_cache_ram=0, prefix_cache_dir=None, prefix_cache_disk=None)
     machine = replace(asked.machine, cpu_binding="none")
     gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
