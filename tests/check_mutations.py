@@ -11,22 +11,29 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import proa.cache.keys
 import proa.engine.executors.angles
 import proa.engine.executors.eager
 import proa.engine.executors.recorded
 import proa.hybrid.moves
+import proa.hybrid.streaming
 import proa.weights.coded
 from check_runs import checked, said
+from proa.cache.files import FileStore
 from proa.cache.radix import PrefixCache
+from proa.cache.ram import RamStore
 from proa.hybrid.copies import GpuCopier, HostCopier
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.runtime import HybridExperts, InGroups
+from proa.hybrid.streaming import Streaming
 from proa.hybrid.tables import Tables
 from proa.models.ranks import CPU
 from proa.ops.cpu import CpuExperts, CpuOps, CpuUnderway
@@ -35,6 +42,9 @@ from programs import python
 
 LAYER, EXPERT = 1, 5
 RESIDENT, IN_RAM = [0, 1, 2, 3], [4, 5, 6, 7]  # of each layer's 8 experts, if half of them are in VRAM
+# If none is: half of them pass through the ring in two groups, the CPU computes the others.
+GROUPS, ON_CPU = [[0, 1], [2, 3]], [4, 5, 6, 7]
+RING_LAYER, RING_NUMBER = 2, 1  # its bank of the ring held layer 0 before; a place in the bank
 Patch = pytest.MonkeyPatch
 
 
@@ -72,15 +82,15 @@ def wrong_rope(patch: Patch) -> None:
 
 def page_of_another_prompt(patch: Patch) -> None:
     match, insert = PrefixCache.match, PrefixCache.insert
-    kept: list[list[int]] = []
+    kept: dict[PrefixCache, list[int]] = {}
 
     def remember(self: PrefixCache, node: Any, keys: Any, pages: Any) -> Any:
-        kept.append(list(pages))
+        kept.setdefault(self, []).extend(pages)
         return insert(self, node, keys, pages)
 
     def other(self: PrefixCache, keys: Any) -> Any:
         right = match(self, keys)
-        others = [page for pages in kept for page in pages if page not in right.pages]
+        others = [page for page in kept.get(self, []) if page not in right.pages]
         if not right.pages or not others:
             return right
         return dataclasses.replace(right, pages=[others[0], *right.pages[1:]])
@@ -167,6 +177,118 @@ def torn_swap(patch: Patch) -> None:
         start = copier.start
         half = lambda self, pairs, start=start: start(self, pairs[: (len(pairs) + 1) // 2])  # noqa: E731
         patch.setattr(copier, "start", half)
+
+
+def stale_ring_slot(patch: Patch) -> None:
+    """One expert of a layer is not copied to the ring: its place holds another layer's."""
+    _copied_without(patch, ("up", "down"))
+
+
+def torn_ring_copy(patch: Patch) -> None:
+    """Of one expert of a layer only gate and up are copied to the ring."""
+    _copied_without(patch, ("down",))
+
+
+def _copied_without(patch: Patch, left_out: Sequence[str]) -> None:
+    copy, transfers = Streaming._copy, proa.hybrid.streaming.transfers_of
+    due: list[str] = []  # matrices of the expert that is not copied whole
+
+    def noted(self: Streaming, one: Any, at: int) -> None:
+        due[:] = ["up", "down"] if one.groups[at].layer == RING_LAYER else []
+        copy(self, one, at)
+
+    def without(numbers: Sequence[int], pieces: Any, to: int) -> Any:
+        if not due or due.pop(0) not in left_out:
+            return transfers(numbers, pieces, to)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        each = [transfers([number], pieces, to + i * nbytes) for i, number in enumerate(numbers)]
+        return [one for i, found in enumerate(each) if i != RING_NUMBER for one in found]
+
+    patch.setattr(Streaming, "_copy", noted)
+    patch.setattr(proa.hybrid.streaming, "transfers_of", without)
+
+
+def next_expert_in_the_ring(patch: Patch) -> None:
+    """The tables of a pass map one expert to the next one's place in the ring."""
+    elsewhere = Streaming._elsewhere
+
+    def next_place(self: Streaming, one: Any, at: int) -> Any:
+        found = elsewhere(self, one, at)
+        if found.layer != LAYER:
+            return found
+        up, down = ([places[1], *places[1:]] for places in (found.up, found.down))
+        return dataclasses.replace(found, up=up, down=down)
+
+    patch.setattr(Streaming, "_elsewhere", next_place)
+
+
+class _Forgetful:
+    """A group of a layer's experts whose sum is lost."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def add(self, started: Any, x: torch.Tensor, at: Any, weights: Any, total: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros_like(x, dtype=torch.float32) if total is None else total
+
+
+def lost_sum_of_a_group(patch: Patch) -> None:
+    """The first group of one layer is computed, but not added."""
+    stream = HybridExperts.stream
+
+    def with_loss(self: HybridExperts, device: Any, groups: Sequence[Any], streamed: Any) -> None:
+        first = _Forgetful(groups[0]) if self.layer == LAYER else groups[0]
+        stream(self, device, [first, *groups[1:]], streamed)
+
+    patch.setattr(HybridExperts, "stream", with_loss)
+
+
+def lost_sum_beside_groups(patch: Patch) -> None:
+    """The CPU's sum of one layer is taken, but not added to those of the groups."""
+    take = InGroups._take
+
+    def lost(self: InGroups) -> None:
+        before = self._total
+        self._total = None if before is None else before.clone()
+        kept = self._total
+        take(self)
+        if self._layer == LAYER:
+            self._total = kept if before is None else before
+
+    patch.setattr(InGroups, "_take", lost)
+
+
+def page_of_another_prompt_in_ram(patch: Patch) -> None:
+    """A run in RAM is restored from another one's buffer."""
+    reading = RamStore.reading
+
+    @contextmanager
+    def other(self: RamStore, key: bytes) -> Iterator[torch.Tensor | None]:
+        others = [run for run in self._runs if run != key]
+        with reading(self, others[0] if self.has(key) and others else key) as buffer:
+            yield buffer
+
+    patch.setattr(RamStore, "reading", other)
+
+
+def page_of_another_prompt_in_files(patch: Patch) -> None:
+    """Each file but the first has the pages of the one that was written before it."""
+    write, written = FileStore.write, []
+
+    def before(self: FileStore, key: bytes, payload: memoryview) -> bool:
+        written.append(bytes(payload))
+        return write(self, key, memoryview(written[-2:][0]))
+
+    patch.setattr(FileStore, "write", before)
+
+
+def keys_without_tokens(patch: Patch) -> None:
+    """The keys of runs in RAM and files depend on their place in the prompt alone."""
+    hashed = proa.cache.keys._hashed
+    patch.setattr(proa.cache.keys, "_hashed", lambda before, data: hashed(before, b""))
 
 
 def checked_with(

@@ -8,22 +8,28 @@ from typing import Any
 
 import pytest
 
+import proa.cache.files
 import proa.check.compare
 import proa.check.run
 from check_runs import SIM, checked, found
+from proa.cache.files import FileStore
 from proa.check.apart import OutOfTime
 from proa.check.compare import Comparison
-from proa.check.drive import CACHED, DECODE, PROMPT
+from proa.check.drive import CACHED, DECODE, FROM_FILES, FROM_RAM, PROMPT
 from proa.check.observe import observe
+from proa.check.paths import Path as OnePath
 from proa.check.report import answer, notes, scope
 from proa.check.run import Answer, Failed
 from proa.check.verdict import Observed
+from proa.engine.building.sim_gpu import SimBuild
+from proa.hybrid.streaming import Streaming
+from proa.types import Decision
 from tiny import TINY, make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
 from tiny_quantised import DECODED, SCHEMES, make_quantised
 
 Patch = pytest.MonkeyPatch
-PHASES = {PROMPT, DECODE, CACHED}
+PHASES, TIERS = {PROMPT, DECODE, CACHED}, {FROM_RAM, FROM_FILES}
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
@@ -33,7 +39,81 @@ def test_every_family(name: str, gpu: str, only: str, tmp_path: Path, monkeypatc
     assert found(report) == []
     assert report.agrees
     phases = PHASES - {CACHED} if name == "llama-dynamic" else PHASES  # whose keys depend on the prompt's length
-    assert all(path.worst.keys() == phases for path in report.observed)
+    assert all(path.worst.keys() - TIERS == phases for path in report.observed)
+    first = report.observed[0]
+    assert first.worst.keys() | first.left_out.keys() >= TIERS
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(("gpu", "only"), [("none", "CPU, avx2"), (SIM, "VRAM and RAM")])
+def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Out of RAM where KV is in VRAM, and out of files everywhere, in every type of KV."""
+    report = checked(make_tiny(name, tmp_path), monkeypatch, gpu=gpu, only=only)
+    assert report.agrees
+    path = report.observed[0]
+    if gpu == SIM:
+        assert all(path.worst.keys() == PHASES | TIERS for path in report.observed)
+    elif path.worst.keys() != PHASES:  # else this CPU has a better path, which restores instead
+        assert path.worst.keys() == PHASES | {FROM_FILES}
+        assert path.left_out == {FROM_RAM: "the KV cache lies in RAM already: see --kv-memory"}
+        assert f"not checked: {FROM_RAM}: {', '.join(path.name for path in report.observed)}: the KV" in "\n".join(
+            notes(report)
+        )
+
+
+def test_a_folder_of_the_user_stays_as_it_is(tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = tmp_path / "kept"
+    files = {"prefix_cache_dir": str(folder), "prefix_cache_disk": 1 << 30}
+    report = checked(make_tiny("qwen3-moe", tmp_path / "m"), monkeypatch, only="FP8 KV", **files)
+    assert any(FROM_FILES in path.worst for path in report.observed)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(proa.cache.files, "_write", refuse)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="VRAM and RAM")
+    assert report.agrees
+    assert all(path.worst.keys() == PHASES | {FROM_RAM} for path in report.observed)
+    assert any("no files could be written" in line for line in notes(report))
+
+
+def refuse(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_pages_that_are_not_restored(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A path that must restore, and does not, is no path that agrees."""
+    monkeypatch.setattr(FileStore, "has", lambda self, key: False)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="experts in VRAM and RAM")
+    assert found(report)[0].endswith(": no page of a stored prefix from files was restored")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss", "qwen3-next"])
+def test_experts_are_streamed(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    report = checked(make_tiny(name, tmp_path), monkeypatch, gpu=SIM, only="prompts streamed")
+    assert found(report) == []
+    assert report.agrees
+    names = ("prompts streamed and on the CPU", "prompts streamed in groups and on the CPU", "prompts streamed")
+    assert [path.name for path in report.observed] == [f"simulated GPU, {path}" for path in names]
+
+
+def test_a_ring_that_the_machine_does_not_give(tmp_path: Path, monkeypatch: Patch) -> None:
+    why = "experts in RAM are computed by the CPU: the driver refused"
+
+    def without(self: SimBuild, bytes_per_s: float) -> None:
+        self._decisions.append(Decision("prefill", "auto", "cpu", why))
+
+    monkeypatch.setattr(SimBuild, "_prompts", without)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="GPU, prompts streamed")
+    assert report.observed == []
+    assert {skipped.why for skipped in report.skipped if "streamed" in skipped.name} == {why}
+
+
+def test_a_path_that_streams_nothing_is_none(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Streaming, "_hottest", lambda self, layer, count, heat: [])
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="GPU, prompts streamed")
+    assert [failed.why for failed in report.failed] == ["no expert was copied to the ring"] * 3
+    assert report.answer is Answer.NO
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *DECODED])
@@ -83,20 +163,19 @@ def test_a_head_in_parts(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
 def test_no_time_for_any_path(tmp_path: Path, monkeypatch: Patch) -> None:
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, avx2", limit_s=1e-6)
     assert report.answer is Answer.NONE
-    assert report.late == ["CPU, avx2"]
+    assert "CPU, avx2" in report.late  # and its FP8 KV, if no better instructions are there
     assert "not compared: CPU, avx2: the time limit of 0 s" in list(notes(report))
-    assert answer(report).startswith(
-        "no answer: the time limit left out 1 paths; what was compared agrees. Give --time"
-    )
+    left = f"no answer: the time limit left out {len(report.late)} paths; what was compared agrees. Give --time"
+    assert answer(report).startswith(left)
 
 
 def test_a_path_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
     """The process of the path sleeps, and is killed."""
 
-    def slow(name: str, *args: Any, **more: Any) -> Observed | str:
-        if name == "CPU, avx2":
+    def slow(path: OnePath, *args: Any) -> Observed | str:
+        if path.name == "CPU, avx2":
             time.sleep(600)
-        return observe(name, *args, **more)
+        return observe(path, *args)
 
     monkeypatch.setattr(proa.check.run, "observe", slow)
     monkeypatch.setattr(proa.check.run, "_BEGIN_SHARE", 1.0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import check_mutations as mutations
-from check_mutations import EXPERT, IN_RAM, LAYER, RESIDENT, checked_with
+from check_mutations import EXPERT, GROUPS, IN_RAM, LAYER, ON_CPU, RESIDENT, RING_LAYER, RING_NUMBER, checked_with
 from check_runs import SIM, checked, found
 from gpu_llm import poison
 from proa.errors import ResourceError
@@ -24,6 +25,15 @@ DEVICES = [
     pytest.param("0", "experts in VRAM and RAM", id="cuda", marks=pytest.mark.gpu),
 ]
 SPLIT_DEVICES = DEVICES[1:]
+
+
+def on_gpus(*paths: str) -> list[Any]:
+    """Parameters: a simulated GPU and a real one, each with these paths."""
+    simulated = [pytest.param(SIM, path, id=f"sim: {path}") for path in paths]
+    return simulated + [pytest.param("0", path, id=f"cuda: {path}", marks=pytest.mark.gpu) for path in paths]
+
+
+STREAMED, BOTH, IN_GROUPS = "GPU, prompts streamed", "streamed and on the CPU", "streamed in groups and on the CPU"
 EXPERTS = f"layer {LAYER}, experts, "
 
 
@@ -119,6 +129,83 @@ def test_torn_swap_of_a_moved_expert(gpu: str, tmp_path: Path, monkeypatch: Patc
     folder = make_tiny("qwen3-moe", tmp_path)
     problems = checked_with(mutations.torn_swap, folder, monkeypatch, gpu=gpu, only="experts that move")
     assert ", experts, expert " in problems[0]
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(BOTH, IN_GROUPS))
+def test_no_mutation_of_streamed_prompts(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    assert checked_with(mutations.nothing, make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path) == []
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(BOTH, IN_GROUPS))
+@pytest.mark.parametrize("mutation", [mutations.stale_ring_slot, mutations.torn_ring_copy])
+def test_a_streamed_expert_is_not_copied(
+    mutation: Any, gpu: str, path: str, tmp_path: Path, monkeypatch: Patch
+) -> None:  # fmt: skip
+    problems = checked_with(mutation, make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path)
+    groups = GROUPS if path == IN_GROUPS else [IN_RAM]
+    names = ", ".join(f"expert {group[RING_NUMBER]}" for group in groups)
+    assert problems[0].startswith(f"layer {RING_LAYER}, experts, {names}: ")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(BOTH))
+def test_expert_id_off_by_one_in_the_ring(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    problems = checked_with(mutations.next_expert_in_the_ring, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith(f"{EXPERTS}expert {IN_RAM[0]}")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(BOTH))
+def test_swapped_scales_of_a_streamed_expert(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = quantised(tmp_path, "int4")
+    problems = checked_with(mutations.swapped_scales, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith(f"{EXPERTS}expert {EXPERT}: ")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(BOTH, IN_GROUPS))
+def test_a_streamed_nan_expert(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    poison(folder, LAYER, EXPERT)
+    problems = checked_with(mutations.nothing, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith(f"{EXPERTS}expert {EXPERT}: NaN or infinity")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(IN_GROUPS))
+def test_lost_sum_of_a_streamed_group(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    problems = checked_with(mutations.lost_sum_of_a_group, folder, monkeypatch, gpu=gpu, only=path)
+    names = ", ".join(f"expert {e}" for e in GROUPS[0])
+    assert problems[0].startswith(f"{EXPERTS}{names}, missing from the sum: ")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(IN_GROUPS))
+def test_lost_sum_of_the_cpu_beside_groups(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    problems = checked_with(mutations.lost_sum_beside_groups, folder, monkeypatch, gpu=gpu, only=path)
+    names = ", ".join(f"expert {e}" for e in ON_CPU)
+    assert problems[0].startswith(f"{EXPERTS}{names}, missing from the sum: ")
+
+
+@pytest.mark.parametrize(("gpu", "path"), SPLIT_DEVICES)
+def test_page_of_another_prompt_out_of_ram(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    problems = checked_with(mutations.page_of_another_prompt_in_ram, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith("layer 0, attention: ")
+    assert problems[0].endswith("(prefix from RAM)")
+
+
+@pytest.mark.parametrize(("gpu", "path"), DEVICES)
+def test_page_of_another_prompt_out_of_a_file(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    problems = checked_with(mutations.page_of_another_prompt_in_files, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith("layer 0, attention: ")
+    assert problems[0].endswith("(prefix from files)")
+
+
+@pytest.mark.parametrize(("gpu", "path"), [("none", "CPU, avx2"), (SIM, "experts in VRAM and RAM")])
+def test_a_prefix_of_another_prompt_is_named(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    mutations.keys_without_tokens(monkeypatch)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path)
+    assert found(report)[0].endswith("but their pages are of another prompt")
 
 
 def test_a_path_that_raises_is_named(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from proa.check.notes import END, FINAL, IDS, IN, MID, MIXED, NORM1, NORM2, WEIG
 from proa.engine.engine import Engine
 from proa.engine.executors.executor import Executor
 from proa.engine.runner import Flight, Runner, StepOutput
-from proa.engine.scheduling.scheduler import Scheduler
+from proa.errors import ProaError
 from proa.models.spec import Model, Moe
 from proa.plan.budget import SCORED_ROWS
 from proa.types import EngineRequest, Sampling
@@ -23,15 +24,19 @@ ANSWER_TOKENS = 5
 PREFIX_TAIL_TOKENS = 9  # of the prompt that begins with another one
 SCORED_BEFORE = 4  # positions of a prompt, before the first that is sampled, whose logits are compared
 PROMPT, DECODE, CACHED = "prompt", "decode", "cached prefix"
+FROM_RAM, FROM_FILES = "prefix from RAM", "prefix from files"  # also the ids of their requests
+PHASES = (PROMPT, DECODE, CACHED, FROM_RAM, FROM_FILES)
+_TIER_S = 0.001  # between two looks at pages that are copied
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts. The second one begins with the first; the others are unrelated."""
+    """Prompts. `again`, and that of each tier, begin with the first; the others are unrelated."""
 
     first: list[int]
     again: list[int]
     others: list[list[int]]
+    of_tiers: dict[str, list[int]]  # by phase
 
 
 def texts(vocab: int, longest: int, seed: int) -> Texts:
@@ -44,7 +49,8 @@ def texts(vocab: int, longest: int, seed: int) -> Texts:
 
     first = draw(longest)
     others = [draw(max(2, longest // part - 1)) for part in (2, 3, 5)]
-    return Texts(first, first + draw(PREFIX_TAIL_TOKENS), others)
+    again = first + draw(PREFIX_TAIL_TOKENS)
+    return Texts(first, again, others, {tier: first + draw(PREFIX_TAIL_TOKENS) for tier in (FROM_RAM, FROM_FILES)})
 
 
 @dataclass
@@ -63,6 +69,8 @@ class Noted:
 
     def phases(self) -> list[str | None]:
         """For each row its phase; None: it was computed by another request."""
+        if self.name in (FROM_RAM, FROM_FILES):
+            return [None if p < self.cached else self.name for p in range(len(self.tokens))]
         prompt = CACHED if self.cached else PROMPT
         return [None if p < self.cached else prompt if p < self.num_prompt else DECODE for p in range(len(self.tokens))]
 
@@ -86,6 +94,10 @@ class NotingRunner(Runner):
         self._steps = 0
         self.faults: dict[str, str] = {}
 
+    def advance(self, flight: Flight, blocks: int) -> bool:
+        with self._notes.in_parts(flight.step.parts, flight.plan.num_tokens):
+            return super().advance(flight, blocks)
+
     def wait(self, flight: Flight) -> StepOutput:
         output = super().wait(flight)
         self.faults |= output.faults
@@ -104,7 +116,10 @@ class NotingRunner(Runner):
         """All rows of the step, by place."""
         count, head = flight.plan.num_tokens, []
         self._steps += 1
-        rows = {name: self._notes.read(name, count) for name in places(self._spec)}
+        parts = None if flight.step_is_whole else flight.step.parts
+        rows = {name: self._notes.read(name, count, parts) for name in places(self._spec)}
+        if parts is not None:
+            self._notes.forget(parts)
         rows[STEP] = torch.full((count,), self._steps)
         for first in range(0, count, SCORED_ROWS):
             scored = range(first, min(first + SCORED_ROWS, count))
@@ -124,33 +139,46 @@ def places(spec: Model) -> list[str]:
     return found
 
 
-def run(scheduler: Scheduler, runner: NotingRunner, vocab: int, of: Texts) -> list[Noted]:
-    """Compute the first prompt alone, then an unrelated one, then all others together; a few tokens are generated after
-    each. Returns the sequences that gave rows."""
-    engine = Engine(runner, scheduler, vocab)
+def run(engine: Engine, of: Texts) -> None:
+    """Compute the first prompt alone, then an unrelated one, then the others together, and the one that begins with the
+    first as soon as they decode; a few tokens are generated after each."""
     others = {f"other {i}": tokens for i, tokens in enumerate(of.others)}
-    _finish(engine, {"first": of.first})
-    _finish(engine, {"other 0": others.pop("other 0")})
-    _finish(engine, {"again": of.again} | others)
-    return [found for name in runner.requests if (found := _sequence(runner.requests, name)) is not None]
+    finish(engine, {"first": of.first})
+    finish(engine, {"other 0": others.pop("other 0")})
+    finish(engine, others, {"again": of.again})
 
 
-def keep_busy(scheduler: Scheduler, runner: Runner, vocab: int, prompts: Sequence[Sequence[int]]) -> None:
-    """Compute prompts of which nothing is compared, so that experts move."""
-    engine = Engine(runner, scheduler, vocab)
-    for i, prompt in enumerate(prompts):
-        _finish(engine, {f"busy {i}": list(prompt)})
+def finish(engine: Engine, prompts: dict[str, list[int]], later: dict[str, list[int]] | None = None) -> None:
+    """Compute prompts, and a few tokens after each. later: prompts that come when a token was generated."""
+    _submit(engine, prompts)
+    waiting = dict(later or {})
+    while engine.has_work or waiting:
+        began = any(event.tokens for event in engine.step()) or not engine.has_work
+        if began and waiting:
+            _submit(engine, waiting)
+            waiting.clear()
+        if engine.stalls:
+            time.sleep(_TIER_S)
 
 
-def _finish(engine: Engine, prompts: dict[str, list[int]]) -> None:
+def _submit(engine: Engine, prompts: dict[str, list[int]]) -> None:
     sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0)
     for name, tokens in prompts.items():
         engine.submit(EngineRequest(id=name, tokens=tokens, sampling=sampling))
-    while engine.has_work:
-        engine.step()
 
 
-def _sequence(requests: dict[str, _Rows], name: str) -> Noted | None:
+def finish_stores(engine: Engine) -> None:
+    """Wait until the pages of all prompts are stored in the tiers behind the prefix cache."""
+    while engine.keep_up():
+        time.sleep(_TIER_S)
+
+
+def sequences(runner: NotingRunner) -> list[Noted]:
+    """The sequences that gave rows. Raises ProaError if one reused a prefix that was not computed."""
+    return [_sequence(runner.requests, name) for name in runner.requests]
+
+
+def _sequence(requests: dict[str, _Rows], name: str) -> Noted:
     of = requests[name]
     computed = sorted(of.rows)
     tokens = list(of.request.tokens[: computed[-1] + 1])
@@ -158,7 +186,7 @@ def _sequence(requests: dict[str, _Rows], name: str) -> Noted | None:
     for position in range(len(tokens)):
         row = of.rows.get(position) or _from_another(requests, name, tokens, position)
         if row is None:
-            return None
+            raise ProaError(f"the prefix cache gave a prompt {cached} tokens, but their pages are of another prompt")
         found.append(row)
     least = min(of.sampled, default=len(tokens)) - SCORED_BEFORE
     scored = [p for p in range(len(tokens)) if p in of.sampled or least <= p >= cached]

@@ -6,12 +6,14 @@ graph or made at once. Each place is a name such as "norm1.3.x"; the constants b
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from proa.engine.executors.parts import BlockByBlock
 from proa.layers.decoder import Block, Decoder
 from proa.layers.moe import Moe
 from proa.layers.norm import RmsNorm
@@ -31,32 +33,56 @@ def place(what: str, block: int) -> str:
 
 
 class Notes(Protocol):
-    """Where copies go."""
+    """Where copies go. A step in parts has its own, since whole steps are computed between its parts."""
 
     def note(self, name: str, rows: Tensor) -> None:
-        """Copy rows [T, ...] of the step that is computed, or recorded."""
+        """Copy rows [T, ...] of the step that is computed, or recorded; of one in parts, rows of its chunk."""
 
-    def read(self, name: str, count: int) -> Tensor:
-        """The first `count` rows that were copied last, in RAM."""
+    def in_parts(self, parts: BlockByBlock, rows: int) -> AbstractContextManager[None]:
+        """Context in which copies are of a step in parts, which has so many rows."""
+
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
+        """The first `count` rows that were copied last, in RAM. parts: of this step in parts."""
+
+    def forget(self, parts: BlockByBlock) -> None:
+        """Free the copies of a step in parts."""
 
 
 class TensorNotes:
-    """Copies when called, also as a part of a CUDA graph. rows: of the largest step."""
+    """Copies when called, also as a part of a CUDA graph. rows: of the largest whole step."""
 
     def __init__(self, rows: int) -> None:
-        self._rows, self._kept = rows, dict[str, Tensor]()
+        self._rows, self._whole = rows, dict[str, Tensor]()
+        self._of_parts: dict[BlockByBlock, dict[str, Tensor]] = {}
+        self._now: tuple[BlockByBlock, int] | None = None  # the step in parts, and its rows, that is computed
 
     def note(self, name: str, rows: Tensor) -> None:
-        if name not in self._kept:
-            self._kept[name] = rows.new_zeros(self._rows, *rows.shape[1:])
-        self._kept[name][: len(rows)].copy_(rows)
+        kept, room, first = self._whole, self._rows, 0
+        if self._now is not None:
+            parts, room = self._now
+            kept, first = self._of_parts.setdefault(parts, {}), parts.first_row
+        if name not in kept:
+            kept[name] = rows.new_zeros(room, *rows.shape[1:])
+        kept[name][first : first + len(rows)].copy_(rows)
 
-    def read(self, name: str, count: int) -> Tensor:
-        return self._kept[name][:count].to("cpu", copy=True)
+    @contextmanager
+    def in_parts(self, parts: BlockByBlock, rows: int) -> Iterator[None]:
+        self._now = parts, rows
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
+        kept = self._whole if parts is None else self._of_parts[parts]
+        return kept[name][:count].to("cpu", copy=True)
+
+    def forget(self, parts: BlockByBlock) -> None:
+        del self._of_parts[parts]
 
 
 class RecordedNotes:
-    """Appends a copy to the program of native ops."""
+    """Appends a copy to the program of native ops, which computes whole steps here."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._kept = recorder, dict[str, Tensor]()
@@ -66,8 +92,14 @@ class RecordedNotes:
         self._kept[name] = recorder.keep(torch.zeros(rows.shape, dtype=rows.dtype))
         recorder.take(rows, recorder.keep(torch.arange(len(rows))), self._kept[name])
 
-    def read(self, name: str, count: int) -> Tensor:
+    def in_parts(self, parts: BlockByBlock, rows: int) -> AbstractContextManager[None]:
+        raise ValueError("copies of a recorded program are of whole steps")
+
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
         return self._kept[name][:count].clone()
+
+    def forget(self, parts: BlockByBlock) -> None:
+        raise ValueError("copies of a recorded program are of whole steps")
 
 
 def watch(model: Decoder, notes: Notes) -> None:

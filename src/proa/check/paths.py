@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions
@@ -16,15 +17,27 @@ LIMIT_S = 120  # of a check, from the opened model on, unless the user gives ano
 ISAS = ("amx", "avx512-bf16", "avx512", "avx2", "scalar")  # the fastest first
 
 
+class Streams(enum.Enum):
+    """How prompts get the experts in RAM that are copied to the ring (docs/decisions/054)."""
+
+    NOTHING = "nothing is copied"
+    WHOLE = "those of a layer at once"
+    GROUPS = "those of a layer in groups"
+
+
 @dataclass(frozen=True)
 class Path:
     """options: of the engine. isa: instruction set of the native kernels; "": the plan's. moving: experts must have
-    moved between GPU and RAM before rows are compared."""
+    moved between GPU and RAM before rows are compared. streams: what must be copied for prompts; halved: half of the
+    experts in RAM, the CPU computes the others. tiers: prefixes are restored from RAM and files too."""
 
     name: str
     options: EngineOptions
     isa: str = ""
     moving: bool = False
+    streams: Streams = Streams.NOTHING
+    halved: bool = False
+    tiers: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,14 @@ def paths(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPath
     """All paths, the most served ones first, since time may not suffice for all."""
     if facts.dtype != "bfloat16":
         why = f"they compute in bfloat16, not {facts.dtype}: use --dtype bfloat16"
-        plain = Path(f"CPU, plain torch in {facts.dtype}", on_cpu(asked))
+        plain = Path(f"CPU, plain torch in {facts.dtype}", on_cpu(asked), tiers=True)
         others = [_with_kv(plain.name, kind, plain.options, spec) for kind in ("bf16", "fp8")]
         return [plain, *others, NoPath("CPU, native kernels", why), NoPath("GPU", why)]
     of_gpu = _on_gpu(asked, spec, facts)
-    of_isas: list[Path | NoPath] = [Path(f"CPU, {isa}", on_cpu(asked), isa) for isa in ISAS if isa in facts.isas]
     best = next(isa for isa in ISAS if isa in facts.isas)
+    of_isas: list[Path | NoPath] = [
+        Path(f"CPU, {isa}", on_cpu(asked), isa, tiers=isa == best) for isa in ISAS if isa in facts.isas
+    ]
     of_kv = _with_kv(f"CPU, {best}", "fp8", on_cpu(asked), spec, best)
     lacking = [NoPath(f"CPU, {isa}", "this CPU lacks it") for isa in ISAS if isa not in facts.isas]
     return [*of_gpu[:1], *of_isas[:1], *of_gpu[1:], of_kv, *of_isas[1:], *lacking]
@@ -71,7 +86,7 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
         return [NoPath("GPU", facts.no_gpu)]
     name = facts.gpu
     if not spec.routed:
-        return [Path(name, asked), _with_kv(name, "fp8", asked, spec)]
+        return [Path(name, asked, tiers=True), _with_kv(name, "fp8", asked, spec)]
     alone = replace(asked, gpus=replace(asked.gpus, gpu_experts="all", gpu_resident_layers=None))
     half = str(max(1, min(moe.experts for moe in spec.routed.values()) // 2))
     divided = replace(asked.gpus, gpu_experts=half, gpu_resident_layers=None)
@@ -79,12 +94,29 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
     moving = replace(asked, gpus=replace(divided, expert_placement="dynamic", co_fetch="off"))
     none = replace(asked, gpus=replace(divided, gpu_experts="none", expert_placement="uniform", co_fetch="off"))
     return [
-        Path(f"{name}, experts in VRAM and RAM", static),
+        Path(f"{name}, experts in VRAM and RAM", static, tiers=True),
+        *_streamed(name, static, none),
         Path(f"{name}, experts that move", moving, moving=True),
         Path(f"{name}, experts in VRAM", alone),
         Path(f"{name}, experts in RAM", none),
         _with_kv(f"{name}, experts in VRAM and RAM", "fp8", static, spec),
         NoPath(f"{name}, experts read over PCIe", "co-fetch is not compared yet; all other paths have --co-fetch off"),
+    ]
+
+
+def _streamed(name: str, static: EngineOptions, none: EngineOptions) -> list[Path]:
+    """Paths whose prompts pass through the layers one layer at a time, between decode steps."""
+
+    def passing(options: EngineOptions, mode: str) -> EngineOptions:
+        scheduler = replace(options.scheduler, prefill_share=None)
+        return replace(options, scheduler=scheduler, gpus=replace(options.gpus, prefill=mode))
+
+    split, whole = passing(static, "auto"), passing(static, "stream")
+    in_groups = f"{name}, prompts streamed in groups and on the CPU"
+    return [
+        Path(f"{name}, prompts streamed and on the CPU", split, streams=Streams.WHOLE, halved=True),
+        Path(in_groups, passing(none, "auto"), streams=Streams.GROUPS, halved=True),
+        Path(f"{name}, prompts streamed", whole, streams=Streams.WHOLE),
     ]
 
 
@@ -96,4 +128,4 @@ def _with_kv(name: str, kind: str, options: EngineOptions, spec: Model, isa: str
         return NoPath(name, "the model keeps no keys and values")
     if not all(cache.has_kv_dtype for cache in kinds):
         return NoPath(name, "its cache is kept in the type of activations")
-    return Path(name, replace(options, cache=replace(options.cache, kv_dtype=kind)), isa)
+    return Path(name, replace(options, cache=replace(options.cache, kv_dtype=kind)), isa, tiers=True)

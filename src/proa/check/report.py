@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proa.check.drive import CACHED, DECODE, PROMPT
+from proa.check.drive import CACHED, PHASES
 from proa.check.paths import LIMIT_S
 from proa.check.run import Answer, Report
 
 _LISTED = 12  # problems of one path
 
 
-COLUMNS = ("path", PROMPT, DECODE, CACHED, "")
+COLUMNS = ("path", *(phase.removeprefix("prefix ") for phase in PHASES), "")
 
 
 def rows(report: Report) -> Iterator[tuple[str, ...]]:
     """Lines of the table: path, worst difference / bound of each phase, answer."""
     for path in report.observed:
         graphs = "; decode as CUDA graphs" if path.graphs else ""
-        shown = (f"{path.worst[phase]:.2f}" if phase in path.worst else "-" for phase in (PROMPT, DECODE, CACHED))
+        shown = (f"{path.worst[phase]:.2f}" if phase in path.worst else "-" for phase in PHASES)
         yield f"{path.name}{graphs}", *shown, "no" if path.problems else "yes"
     for failed in report.failed:
-        yield failed.name, "-", "-", "-", "no"
+        yield failed.name, *("-" for _ in PHASES), "no"
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -32,10 +32,21 @@ def notes(report: Report) -> Iterator[str]:
     for path in report.observed:
         if CACHED not in path.worst:
             yield f"{path.name}: no prompt reused a cached prefix"
+    for phase, why, names in left_out(report):
+        yield f"not checked: {phase}: {', '.join(names)}: {why}"
     for name in report.late:
         yield f"not compared: {name}: the time limit of {report.limit_s:.0f} s"
     for skipped in report.skipped:
         yield f"not checked: {skipped.name}: {skipped.why}"
+
+
+def left_out(report: Report) -> list[tuple[str, str, list[str]]]:
+    """Phases of compared paths that could not be checked, why, and the paths' names."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in report.observed:
+        for phase, why in path.left_out.items():
+            found.setdefault((phase, why), []).append(path.name)
+    return [(phase, why, names) for (phase, why), names in found.items()]
 
 
 def problems(report: Report) -> Iterator[str]:
@@ -107,6 +118,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "path": path.name,
                 "decode_graphs": path.graphs,
                 "over_bound": {phase: _number(worst) for phase, worst in path.worst.items()},
+                "left_out": path.left_out,
                 "problems": [
                     {"layer": p.layer, "op": p.op, "experts": p.detail, "phase": p.phase, "over_bound": _number(p.over),
                      "rows": p.rows}

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import enum
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
-import msgspec
 import torch
 
+from proa.check.adapt import adapt
 from proa.check.apart import OutOfTime, PathFailed, run_apart
 from proa.check.compare import Comparison
 from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
@@ -24,7 +25,7 @@ from proa.check.sample import SAMPLE_BYTES, Sample, sample
 from proa.check.truth import Truth
 from proa.check.verdict import Observed
 from proa.config.options import EngineOptions, MachineOptions
-from proa.errors import ModelError, ProaError, ResourceError, UsageError
+from proa.errors import ModelError, ProaError
 from proa.hub.locate import locate
 from proa.machine.load import Load
 from proa.machine.machine import Machine
@@ -40,7 +41,7 @@ _BEGIN_SHARE = 0.6  # of the limit: a path that may take longer is not begun
 _PATHS_SHARE = 0.75  # of the limit: a path that runs then is ended; the rest is for the reference
 CONTEXT_TOKENS, BATCH_TOKENS, RUNNING = 256, 64, 4
 MOST_TOKENS, LEAST_TOKENS = 80, 24  # of the first prompt; the most are more than BATCH_TOKENS, and so take two steps
-_PATHS, _ROWS_PER_TOKEN = 8, 3.4  # roughly, for the reference's work: paths, and rows of all prompts and answers
+_PATHS, _ROWS_PER_TOKEN = 11, 4  # roughly, for the reference's work: paths, and rows of all prompts and answers
 _FLOP = 4e11  # for each CPU: what the reference may take, in about 30 s
 _WIDE, _THREADS = 1024, 16  # hidden size from which on the reference uses several threads; the most
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
@@ -135,10 +136,12 @@ def check(
 
 
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
-    """The options with small steps and contexts, and nothing lossy. Workers are not bound: other engines may run."""
+    """The options with small steps and contexts, nothing lossy, and no tiers behind the prefix cache: paths ask for
+    their own. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
+    cache = replace(cache, prefix_cache_ram=0, prefix_cache_dir=None, prefix_cache_disk=None)
     machine = replace(asked.machine, cpu_binding="none")
     gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
@@ -184,20 +187,16 @@ def _prompt_tokens(spec: Model) -> int:
 
 def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts, end_s: float) -> None:
     """Run a path, and note in the report what came of it. end_s: when it is ended."""
+    with tempfile.TemporaryDirectory(prefix="proa-check-") as folder:
+        of = adapt(path, chosen.opened.declared.spec, folder, lambda options: _plan(model, options, chosen))
+        if isinstance(of, NoPath):
+            report.skipped.append(of)
+            return
+        _run_path(report, path, partial(observe, path, of, chosen, prompts), end_s)
+
+
+def _run_path(report: Report, path: Path, work: Callable[[], Observed | str], end_s: float) -> None:
     try:
-        plan = _plan(model, path.options, chosen)
-    except (ResourceError, UsageError) as error:
-        report.skipped.append(NoPath(path.name, error.message))
-        return
-    if path.isa:
-        plan = msgspec.structs.replace(plan, isa=path.isa)
-    if plan.workers is None:
-        plan = msgspec.structs.replace(plan, threads=1)  # a forked process must not start torch's threads
-    if path.moving and (plan.gpu is None or not plan.gpu.spare):
-        report.skipped.append(NoPath(path.name, "the plan leaves no room in VRAM for experts that move"))
-        return
-    try:
-        work = partial(observe, path.name, plan, chosen, prompts, moving=path.moving)
         found = run_apart(work, end_s - time.perf_counter())
     except OutOfTime:
         report.late.append(path.name)

@@ -37,13 +37,15 @@ class Problem:
 
 @dataclass
 class Observed:
-    """What a path computed. dtype: of activations. graphs: decode steps were CUDA graphs, others launched eagerly."""
+    """What a path computed. dtype: of activations. graphs: decode steps were CUDA graphs, others launched eagerly.
+    left_out: phases of this path that could not be checked, and why."""
 
     name: str
     sequences: list[Noted]
     kv: KvStorage
     dtype: torch.dtype
     graphs: bool = False
+    left_out: dict[str, str] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)  # by phase: difference / bound
     problems: list[Problem] = field(default_factory=list)
 

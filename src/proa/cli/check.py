@@ -24,8 +24,9 @@ NO_ANSWER = 7  # exit code; those of errors are in proa/errors.py
 
 SUMMARY = "compare a model on every path of this machine with the reference"
 EPILOG = """\
-Each path (instruction set, placement of experts, type of the KV cache, cached prefix) computes the same prompts as
-plain torch in float32 from weights that are read apart from the loader. An op that differs by more than rounding
+Each path (instruction set, placement of experts, streamed prompts, type of the KV cache, prefixes out of each tier of
+the cache) computes the same prompts as plain torch in float32 from weights that are read apart from the loader. Without
+a GPU, --gpu sim:SIZE has the paths of a simulated one. An op that differs by more than rounding
 explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
 0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. Context, KV type, steps
 and requests at once are set by the check, and --fp8-activations is off. docs/check.md explains the table. Stop other

@@ -31,7 +31,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.ring import Ring
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
-from proa.machine.cost.prefill import Division, PrefillRates, divide
+from proa.machine.cost.prefill import Division, PrefillRates, divide, divisions
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.native.weights import Piece
@@ -40,8 +40,8 @@ from proa.ops.sizes import RING_BANKS as BANKS
 
 @dataclass(frozen=True)
 class Asked:
-    """mode: what computes experts in RAM for prompts, a value of --prefill. top_k: the largest of the model's
-    layers."""
+    """mode: what computes experts in RAM for prompts, a value of --prefill, or "half": of each layer's, half are
+    streamed, whatever the rates. top_k: the largest of the model's layers."""
 
     mode: str
     top_k: int
@@ -207,6 +207,8 @@ class Streaming:
         if self._asked.mode == "stream":
             return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
         chosen = self._asked.top_k * count / memory.experts
+        if self._asked.mode == "half":
+            return divisions(count, nbytes, tokens, chosen, self.rates, chunks)[(count + 1) // 2]
         return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks)
 
     def _in_ram(self, layer: int) -> int:

@@ -99,7 +99,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     spare: int = 0  # spare slots for each size of experts: so many may move at once
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     ring_bytes: int = 0  # VRAM that experts in RAM are copied to for prompts; 0: the CPU computes them
-    prefill: str = "auto"  # --prefill, if there is a ring
+    prefill: str = "auto"  # --prefill, if there is a ring; "half" (proa check): half of the experts in RAM are copied
     doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works
     read_ahead: bool = False  # idle workers prefetch the next layer's probable experts, if kernels ring
     fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy

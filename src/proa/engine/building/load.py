@@ -74,10 +74,10 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    turns = _turns(runner, plan) if plan.prefill_share else NoTurns()
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
-    engine = Engine(runner, new_scheduler(plan, tiers), declared.spec.vocab, build.saver(), turns, helpers, tiers)
+    turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers)
+    engine = Engine(runner, scheduler, declared.spec.vocab, build.saver(), turns, helpers, tiers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")
@@ -110,7 +110,10 @@ class Build(Protocol):
     def ready(self, load_seconds: float) -> Ready: ...
 
 
-def _turns(runner: Runner, plan: Plan) -> PrefillTurns:
+def new_turns(runner: Runner, plan: Plan) -> PrefillTurns | NoTurns:
+    """The planned turns of prefill and decode, those of a scheduler by new_scheduler."""
+    if not plan.prefill_share:
+        return NoTurns()
     return PrefillTurns(runner, plan.prefill_share, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
 
 

@@ -33,13 +33,15 @@ _ELSEWHERE = (
 )  # fmt: skip
 
 
-def new_tiers(plan: Plan, checkpoint: Checkpoint, caches: Caches, cpus: Collection[int]) -> PageTiers | None:
-    """Open the planned folder, and make the planned store in RAM, empty; None if neither is planned. Raises
-    ResourceError."""
+def new_tiers(
+    plan: Plan, checkpoint: Checkpoint, caches: Caches, cpus: Collection[int], num_run_pages: int | None = None
+) -> PageTiers | None:  # fmt: skip
+    """Open the planned folder, and make the planned store in RAM, empty; None if neither is planned. num_run_pages: of
+    a run; None: as in service. Raises ResourceError."""
     ram_bytes, planned = plan.memory.prefix_cache_bytes, plan.prefix_files
     if planned is None and not ram_bytes:
         return None
-    size = run_pages(plan.page_tokens)
+    size = num_run_pages or run_pages(plan.page_tokens)
     new_copies = partial(PageCopies, caches, size)
     root, files, ram = os.urandom(ROOT_BYTES), None, None
     if planned is not None:  # files outlive the process, so their root covers all that they depend on
