@@ -14,7 +14,7 @@ QUESTION ?= What is the capital of France?
 CSRC = $(shell find csrc -name '*.cc' -o -name '*.h')
 export BIN
 
-# Many containers ask Python to write no bytecode. Each engine that a test starts, some eighty, would then compile torch's
+# Many containers ask Python to write no bytecode. Each engine that a test starts in full would then compile torch's
 # modules anew, which is 2 of the 3 s of CPU time that importing torch takes. Here bytecode is written, under build/.
 ifdef PYTHONDONTWRITEBYTECODE
 export PYTHONDONTWRITEBYTECODE :=
