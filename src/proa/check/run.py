@@ -137,7 +137,7 @@ def check(
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
     """The options with small steps and contexts, and nothing lossy. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
-    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
+    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, max_itl="none")
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
     machine = replace(asked.machine, cpu_binding="none")
     gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)

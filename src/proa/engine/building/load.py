@@ -38,6 +38,7 @@ from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.tiers import Tiers
 from proa.engine.turns import NoTurns, PrefillTurns
 from proa.layers.decoder import Decoder
+from proa.machine.cost.turns import GapLimit
 from proa.machine.usage import peak_rss_bytes
 from proa.models.names import Declared
 from proa.models.spec import Model
@@ -74,7 +75,7 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    turns = _turns(runner, plan) if plan.prefill_share else NoTurns()
+    turns = NoTurns() if plan.max_itl is None else _turns(runner, plan, plan.max_itl)
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
     engine = Engine(runner, new_scheduler(plan, tiers), declared.spec.vocab, build.saver(), turns, helpers, tiers)
@@ -110,8 +111,8 @@ class Build(Protocol):
     def ready(self, load_seconds: float) -> Ready: ...
 
 
-def _turns(runner: Runner, plan: Plan) -> PrefillTurns:
-    return PrefillTurns(runner, plan.prefill_share, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
+def _turns(runner: Runner, plan: Plan, limit: GapLimit) -> PrefillTurns:
+    return PrefillTurns(runner, limit, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
 
 
 def kv_storage(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> KvStorage:
@@ -253,7 +254,7 @@ def new_scheduler(plan: Plan, tiers: Tiers | None = None) -> Scheduler:
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
     return Scheduler(
-        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan), tiers=tiers
+        Limits.of(plan), allocator, prefix_cache, turns=plan.max_itl is not None, phases=_phases(plan), tiers=tiers
     )  # fmt: skip
 
 
