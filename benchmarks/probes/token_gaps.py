@@ -1,7 +1,7 @@
 """How far a prompt that is computed beside decoding requests stretches the gap between their tokens, and how much it is
 slowed down itself. One JSON line per round and number of requests; each round starts an engine.
 
-    python benchmarks/probes/token_gaps.py demo --prompt 6144 --requests 1,4 --option max_itl=2.5x
+    python benchmarks/probes/token_gaps.py demo --prompt 4096 --requests 1,4 --option max_itl=2.5x
     python benchmarks/probes/token_gaps.py --shape qwen3-30b-a3b --layers 4 --format int4 --option max_itl=1.5x
 
 Rounds of several commands, one --rounds each, can alternate in a shell loop.
@@ -39,7 +39,7 @@ def gaps_ms(run: Beside) -> tuple[list[float], list[float]]:
 async def measure(asked: argparse.Namespace, folder: str) -> None:
     given = dict(text.split("=", 1) for text in asked.option)
     typed = {name: float(value) if name == "prefill_share" else value for name, value in given.items()}
-    common = {"context": asked.prompt + 4608, "max_running": 5, "gpu": asked.gpu, "prefix_cache": False}
+    common = {"context": 2 * asked.prompt, "max_running": 5, "gpu": asked.gpu, "prefix_cache": False}
     if asked.model:
         path, vocab = str(locate(asked.model, None, lambda text: None)), 480
     else:
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--format", default="int4")
     parser.add_argument("--gpu", default="none")
-    parser.add_argument("--prompt", type=int, default=6144)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens; at least 2200")
     parser.add_argument("--requests", type=lambda text: [int(word) for word in text.split(",")], default=[1, 4])
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
     parser.add_argument("--seed", type=int, default=1)
