@@ -40,6 +40,7 @@ async def measure(asked: argparse.Namespace, folder: str) -> None:
     given = dict(text.split("=", 1) for text in asked.option)
     typed = {name: float(value) if name == "prefill_share" else value for name, value in given.items()}
     common = {"context": 2 * asked.prompt, "max_running": 5, "gpu": asked.gpu, "prefix_cache": False}
+    common |= {"threads": asked.threads} if asked.threads else {}
     if asked.model:
         path, vocab = str(locate(asked.model, None, lambda text: None)), 480
     else:
@@ -87,6 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", type=int, default=4096, help="tokens; at least 2200")
     parser.add_argument("--requests", type=lambda text: [int(word) for word in text.split(",")], default=[1, 4])
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=1)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as made:
         asyncio.run(measure(parser.parse_args(), made))
