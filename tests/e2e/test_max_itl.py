@@ -68,10 +68,10 @@ def test_decode_goes_on(kind: dict[str, Any], folder: Path) -> None:
     async def run(limit: str) -> tuple[int, list[int], GapStats]:
         asked = {"context": 2048, "max_batch_tokens": 80, "max_itl": limit, **kind}
         async with launched(folder, **asked) as llm:
-            return *await tokens_beside(llm), llm._engine.stats.gaps
+            return *await tokens_beside(llm), llm.engine.stats.gaps
 
     shared, whole, shared_gaps = asyncio.run(run("none"))
-    turns, parts, gaps = asyncio.run(run("1.1x"))
+    turns, parts, gaps = asyncio.run(run("1.5x"))
     assert (shared_gaps.limit_seconds, shared_gaps.over_limit) == (0, 0)
     assert shared_gaps.beside > 0
     assert gaps.limit_seconds > 0

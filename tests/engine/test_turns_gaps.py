@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import request
@@ -69,6 +69,7 @@ def gaps_beside(simulated: Simulated, limit: GapLimit, prompt: int, most_gaps: i
 SECONDS = st.floats(1e-4, 0.5)
 
 
+@settings(deadline=None)
 @given(st.floats(1.05, 6), SECONDS, st.floats(0, 0.3), st.floats(1e-6, 1e-3), st.integers(1, 8000))
 def test_no_gap_exceeds_the_limit_if_a_block_fits(
     factor: float, step_s: float, read_s: float, token_s: float, prompt: int
@@ -81,6 +82,7 @@ def test_no_gap_exceeds_the_limit_if_a_block_fits(
         assert sum(simulated.lengths) == prompt, "every turn computes a block, so the prompt ends"
 
 
+@settings(deadline=None)
 @given(st.floats(1.05, 6), SECONDS, st.floats(0.001, 0.3), st.floats(1e-6, 1e-3))
 def test_long_blocks_keep_the_mean(factor: float, step_s: float, read_s: float, token_s: float) -> None:
     """A block of the shortest step does not fit: the mean of all gaps is within the limit, up to the last block."""

@@ -71,15 +71,16 @@ class PrefillTurns:
     one thread."""
 
     def __init__(
-        self, runner: Runner, limit: GapLimit, *, passes: bool = False, over_tokens: int = 0,
+        self, runner: Runner, limit: GapLimit, *, fixed: bool = False, over_tokens: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """passes: prefill steps are as long as the plan allows, since their blocks are computed in chunks. over_tokens:
-        most tokens of a step that overtakes. Raises ValueError for a limit that leaves no time for prefill."""
+        """fixed: prefill steps are as long as the plan allows, in chunks of its size, whatever time these take.
+        over_tokens: most tokens of a step that overtakes. Raises ValueError for a limit that leaves no time for
+        prefill."""
         if limit.factor <= 1 and limit.seconds <= 0:
             raise ValueError(f"{limit} leaves no time for prefill: the factor must be above 1, or the time positive")
         self._runner, self._limit, self._owed = runner, limit, 0.0
-        self._passes, self._blocks = passes, len(runner.executor.spec.blocks)
+        self._fixed = fixed
         self._held: list[Flight] = []  # the last one is computed
         self._done = False  # the last one is computed whole
         self._steps = deque[float](maxlen=STEPS)  # seconds of the last decode steps
@@ -102,9 +103,9 @@ class PrefillTurns:
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of the next prefill step: as many as let a block fit between two decode steps. None: no limit,
-        since blocks are computed in chunks."""
-        if self._passes:
+        """Most tokens of the next prefill step: as many as let a block fit between two decode steps. None: the plan
+        fixes it."""
+        if self._fixed:
             return None
         beside = self._decoding and self._step_s > 0
         least = LEAST_TOKENS if beside else FIRST_TOKENS
@@ -146,7 +147,7 @@ class PrefillTurns:
         if self._held and not self._done:
             block_s = block_s if self._steps else 0.0
             blocks, self._owed = blocks_due(self._allowance_s, self._owed, block_s)
-            if len(self._held) == 1 and (self._passes or self._held[0].plan.num_tokens <= LEAST_TOKENS):
+            if len(self._held) == 1 and (self._fixed or self._held[0].plan.num_tokens <= LEAST_TOKENS):
                 self._notices.check(self._step_s, block_s)
             if blocks:
                 self._done = self._runner.advance(self._held[-1], blocks)

@@ -112,7 +112,8 @@ class Build(Protocol):
 
 
 def _turns(runner: Runner, plan: Plan, limit: GapLimit) -> PrefillTurns:
-    return PrefillTurns(runner, limit, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
+    fixed = plan.pass_tokens > 0 or plan.prompt_cell_tokens is not None
+    return PrefillTurns(runner, limit, fixed=fixed, over_tokens=plan.over_tokens)
 
 
 def kv_storage(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> KvStorage:
