@@ -166,7 +166,7 @@ def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) ->
         plan = case.engine.scheduler.beside
         if plan is not None and (not lengths or lengths[-1] is not plan):
             lengths.append(plan)
-    assert [plan.num_tokens for plan in lengths] == [128, 320, 768, 1920, 864]
+    assert [plan.num_tokens for plan in lengths] == [128, 256, 512, 1088, 2016]
 
 
 @pytest.mark.parametrize("kind", KINDS)

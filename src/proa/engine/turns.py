@@ -18,6 +18,7 @@ from statistics import median
 from proa.engine.runner import Flight, Runner
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.machine.cost.turns import (
+    AIMED_SHARE,
     ALONE_BLOCK_S,
     FIRST_TOKENS,
     LEAST_ALLOWANCE,
@@ -111,7 +112,7 @@ class PrefillTurns:
         least = LEAST_TOKENS if beside else FIRST_TOKENS
         if self._learned is None:
             return least
-        return fitting_tokens(*self._learned, self._allowance_s if beside else ALONE_BLOCK_S, least)
+        return fitting_tokens(*self._learned, AIMED_SHARE * self._allowance_s if beside else ALONE_BLOCK_S, least)
 
     @property
     def _step_s(self) -> float:

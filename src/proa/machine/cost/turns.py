@@ -23,6 +23,7 @@ LEAST_TOKENS = 128
 SHORT_TOKENS = 1024  # prompts with at most so many tokens to compute may overtake a step of longer ones
 LONG_TOKENS = 8 * SHORT_TOKENS  # prompts with so many do not share a step with short ones
 LEAST_WAIT_S = 0.3  # a short prompt waits for a step that is expected to end sooner
+AIMED_SHARE = 0.85  # of the time for prefill between two decode steps that a block should take: it varies
 GRAIN_TOKENS = 64  # lengths of prefill steps beside decode are multiples of this
 
 # Decode waits for a whole shared step, but only for a block of a step in turns. In turns, long steps pay off for the
