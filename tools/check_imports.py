@@ -25,7 +25,7 @@ ORDER = (
 
 # The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
 ENGINE_ORDER = ("scheduling", "executors", "engine", "building", "processes")
-ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "runner", "count_saver"), ("ipc", "stats")
+ENGINE_LOOP, ENGINE_VALUES = ("engine", "turns", "gaps", "runner", "count_saver"), ("ipc", "stats")
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (

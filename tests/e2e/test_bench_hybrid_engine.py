@@ -120,30 +120,38 @@ def test_a_drift(bench: Bench, sampled: bool) -> None:
     assert "90 % of an LRU cache's" in table_of(done.stdout, render_drift)
 
 
-@pytest.mark.parametrize("share", ["0", "0.5"])
-def test_a_prompt_that_arrives_during_decode(share: str, bench: Bench) -> None:
+@pytest.mark.parametrize("limit", ["none", "2x"])
+def test_a_prompt_that_arrives_during_decode(limit: str, bench: Bench) -> None:
     done = bench(
         "--gpu=sim:64MiB", "--resident=50", "--requests=1,2", "--prompt-tokens=300", "--max-batch-tokens=150",
-        f"--prefill-share={share}", "--json",
+        f"--max-itl={limit}", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["figures"]["requests"] for r in results] == [1, 2]
     for found in results:
         figures = found["figures"]
-        assert (found["bench"], figures["prompt_tokens"], figures["prefill_share"]) == (
-            "hybrid-beside", 300, float(share)
-        )  # fmt: skip
+        assert (found["bench"], figures["prompt_tokens"]) == ("hybrid-beside", 300)
+        assert figures["gap_ms_limit"] == (None if limit == "none" else pytest.approx(2 * figures["gap_ms_before"]))
+        assert figures["prompt_tokens_per_s_alone"] > 0
+        assert figures["speed_share"] == pytest.approx(
+            figures["prompt_tokens_per_s"] / figures["prompt_tokens_per_s_alone"]
+        )
         assert figures["prompt_tokens_per_s"] == pytest.approx(300 / figures["ttft_s"])
         assert figures["gap_ms_before"] > 0
-        assert figures["gap_ms_beside"] <= figures["gap_ms_longest"] <= 1e3 * figures["ttft_s"] * 1.1
-        assert figures["tokens_per_s_beside"] * figures["ttft_s"] >= (2 if share == "0.5" else 0)
+        assert (
+            figures["gap_ms_beside"]
+            <= figures["gap_ms_p99"]
+            <= figures["gap_ms_longest"]
+            <= 1e3 * figures["ttft_s"] * 1.1
+        )
+        assert figures["tokens_per_s_beside"] * figures["ttft_s"] >= (2 if limit == "2x" else 0)
     assert "prompt of 300 tokens; " in table_of(done.stdout, render_beside)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--prefill-share=0.5"], "--prompt-tokens"), (["--prompt-tokens=9", "--router=drift"], "different measurements")],
+    [(["--max-itl=2x"], "--prompt-tokens"), (["--prompt-tokens=9", "--router=drift"], "different measurements")],
 )
 def test_measurements_that_are_refused(arguments: list[str], says: str, bench: Bench) -> None:
     done = bench("--gpu=sim:64MiB", *arguments)

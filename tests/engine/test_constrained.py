@@ -28,6 +28,7 @@ from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
 from proa.errors import RequestError
 from proa.layers.decoder import Decoder
+from proa.machine.cost.turns import GapLimit
 from proa.types import Constraint, EngineRequest, Thinking
 from tiny import make_tiny
 
@@ -69,7 +70,9 @@ def engine_of(decoder: Decoder, kind: str = "eager", *, num_pages: int = 100, tu
     pages = PageAllocator(num_pages)
     scheduler = Scheduler(limits, pages, prefixes(decoder.spec, limits, pages), RULES, turns=turns)
     runner = Runner(executor_of(decoder, kind, num_pages), PAGE_TOKENS)
-    return Engine(runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
+    return Engine(
+        runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, GapLimit(factor=2.0)) if turns else None
+    )
 
 
 def constrained(name: str, prompt: list[int], constraint: Constraint, **wishes: Any) -> EngineRequest:

@@ -25,6 +25,7 @@ from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
 from proa.layers.decoder import Decoder
+from proa.machine.cost.turns import GapLimit
 from proa.native.pool import Pool
 from proa.ops.caches import KvPages
 from proa.sampling.rows import Row
@@ -71,7 +72,9 @@ class Case:
         allocator = PageAllocator(PAGES)
         scheduler = Scheduler(limits, allocator, prefixes(decoder.spec, limits, allocator), RULES, turns=turns)
         runner = Runner(self.executor, PAGE_TOKENS, overlap=overlap)
-        self.engine = Engine(runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, 0.5) if turns else None)
+        self.engine = Engine(
+            runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, GapLimit(factor=2.0)) if turns else None
+        )
         self.followed: list[int] = []  # of each step launched ahead, its sequences
         launch = self.executor.launch
 

@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
 LAYERS, VRAM = 5, 60 * GIB
 TINY: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"gpu_experts": "3"},
-    "qwen3-moe": {"gpu_experts": "3", "prefill_share": 0.0, "doorbell": "memops"},
+    "qwen3-moe": {"gpu_experts": "3", "max_itl": "none", "doorbell": "memops"},
     "qwen2": {},
     "qwen2-moe": {"gpu_experts": "3", "deterministic": True},
 }

@@ -64,3 +64,16 @@ def test_a_mark_that_was_not_passed_is_read_later(timed: tuple[StepTimer, Callab
     assert timer.pace().block_s == pytest.approx(1.0)
     timer._pending[0][1].passed = True  # type: ignore[misc]
     assert timer.pace().block_s == pytest.approx(1.5)
+
+
+def test_blocks_of_another_step_are_measured_anew(timed: tuple[StepTimer, Callable[[float, int], None]]) -> None:
+    timer, launch = timed
+    launch(0.5, 0)
+    launch(8.0, 2)
+    assert timer.pace() == pytest.approx((0.5, 4.0))
+    launch(6.0, 1)  # of the old step, not read yet
+    launch(0.25, 0)
+    timer.forget_blocks()
+    assert timer.pace() == pytest.approx((0.25, 0.0))
+    launch(1.0, 1)
+    assert timer.pace() == pytest.approx((0.25, 1.0))

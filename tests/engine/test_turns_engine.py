@@ -15,6 +15,7 @@ from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.scheduling.request import Request
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.turns import PrefillTurns
+from proa.machine.cost.turns import GapLimit
 from proa.native.pool import Pool
 from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
@@ -58,10 +59,10 @@ def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, lis
     return events
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
-def test_a_share_is_between_zero_and_one(share: float, load: Callable[[str, str], Loaded]) -> None:
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
-        PrefillTurns(case_of(load("torch", "qwen3-moe")).engine.runner, share)
+@pytest.mark.parametrize("limit", [GapLimit(factor=1.0), GapLimit(factor=0.5), GapLimit(), GapLimit(seconds=-1.0)])
+def test_a_limit_leaves_time_for_prompts(limit: GapLimit, load: Callable[[str, str], Loaded]) -> None:
+    with pytest.raises(ValueError, match="leaves no time for prefill"):
+        PrefillTurns(case_of(load("torch", "qwen3-moe")).engine.runner, limit)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,8 +156,8 @@ def test_the_first_turn_measures_one_block(kind: str, load: Callable[[str, str],
 
 
 def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) -> None:
-    """At least 512 tokens, and as many as a block computes in 50 ms."""
-    case = case_of(load("torch", "qwen3-moe"), durations=(1.0, 0.02), pages=1500, rows=2048)
+    """At least 128 tokens, and as many as a block computes between two decode steps; 512 while nothing decodes."""
+    case = case_of(load("torch", "qwen3-moe"), durations=(0.05, 0.02), pages=1500, rows=2048)
     decode(case, 1, 60)
     case.engine.submit(request("long", [token % 200 for token in range(4000)], 2))
     lengths = []
@@ -165,7 +166,7 @@ def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) ->
         plan = case.engine.scheduler.beside
         if plan is not None and (not lengths or lengths[-1] is not plan):
             lengths.append(plan)
-    assert [plan.num_tokens for plan in lengths] == [512, 1280, 2048, 160]
+    assert [plan.num_tokens for plan in lengths] == [128, 256, 512, 1088, 2016]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,7 +261,7 @@ def test_steps_that_overtake_alternate_with_the_long_one(load: Callable[[str, st
     """One may overtake if the held step still takes long, and after the last one the held step is computed for as
     long as that one took."""
     runner, now = case_of(load("torch", "qwen3-moe"), over_rows=8).engine.runner, 0.0
-    turns = PrefillTurns(runner, 0.5, over_tokens=8, clock=lambda: now)
+    turns = PrefillTurns(runner, GapLimit(factor=2.0), over_tokens=8, clock=lambda: now)
     long, short = (planned(name, count) for name, count in (("long", 30), ("short", 6)))
     assert turns.short_tokens() == 0, "no step is held"
     turns.launch(long, None)

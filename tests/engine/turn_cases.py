@@ -19,6 +19,7 @@ from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.turns import PrefillTurns
+from proa.machine.cost.turns import GapLimit
 from proa.native.pool import Pool
 from tiny import make_tiny
 
@@ -57,7 +58,7 @@ def case_of(
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=turns)
     runner = Runner(executor, PAGE_TOKENS)
-    made = PrefillTurns(runner, 0.5, over_tokens=over_rows) if turns else None
+    made = PrefillTurns(runner, GapLimit(factor=2.0), over_tokens=over_rows) if turns else None
     if made is not None:
         made.short_tokens = lambda: over_rows if len(made._held) == 1 else 0  # type: ignore[method-assign]
     engine = Engine(runner, scheduler, model.spec.vocab, turns=made)

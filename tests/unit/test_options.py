@@ -216,6 +216,7 @@ def test_keywords() -> None:
     assert options.cache.prefix_cache is False
     assert from_keywords(EngineOptions) == EngineOptions()
     assert from_keywords(EngineOptions, context=None) == EngineOptions()
+    assert from_keywords(EngineOptions, max_itl=2.5).scheduler.max_itl == "2.5", "refused by the plan: it has no unit"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,8 @@ def test_keywords() -> None:
         ({"max-running": 1}, ["Did you mean max_running?"]),
         ({"tensor_parallel_size": 2}, ["There is no option tensor_parallel_size", "The options are revision"]),
         ({"port": 1}, ["There is no option port"]),
+        ({"prefill_share": 0.5}, ["There is no option prefill_share", "max_itl replaces it"]),
+        ({"max_itl": True}, ["max_itl is true (true or false)", "text or a number"]),
         ({"context": "4096"}, ["context is '4096' (text)", "an integer"]),
         ({"context": "32kb"}, ["context is '32kb' (text)"]),
         ({"context": 4096.0}, ["context is 4096.0 (a number)"]),

@@ -7,26 +7,25 @@ from typing import Any
 import pytest
 
 from proa.errors import UsageError
+from proa.machine.cost.turns import GapLimit
 from unit.vram_cases import QWEN3_30B, gpu, machine, plan, row
 
 
 @pytest.mark.parametrize(
-    ("gib", "asked", "cell", "share"),
+    ("gib", "asked", "cell"),
     [
-        (0, {}, None, 0.5),
-        (0, {"dtype": "float32"}, 512, 0.5),
-        (0, {"dtype": "float32", "max_batch_tokens": 100}, 96, 0.5),
-        (24, {}, 2048, 0.5),
-        (24, {"max_batch_tokens": 1000}, 992, 0.5),
-        (24, {"gpu": "sim:8GiB"}, 512, 0.5),
-        (141, {}, 512, 0.5),  # prompts never share steps with decode
+        (0, {}, None),
+        (0, {"dtype": "float32"}, 512),
+        (0, {"dtype": "float32", "max_batch_tokens": 100}, 96),
+        (24, {}, 2048),
+        (24, {"max_batch_tokens": 1000}, 992),
+        (24, {"gpu": "sim:8GiB"}, 512),
+        (141, {}, 512),  # prompts never share steps with decode
     ],
 )
-def test_cells_if_bits_depend_on_the_steps_shape(
-    gib: float, asked: dict[str, Any], cell: int | None, share: float
-) -> None:
+def test_cells_if_bits_depend_on_the_steps_shape(gib: float, asked: dict[str, Any], cell: int | None) -> None:
     got = plan(QWEN3_30B, machine(180, *([gpu(gib)] if gib else [])), deterministic=True, **asked)
-    assert (got.deterministic, got.prompt_cell_tokens, got.prefill_share) == (True, cell, share)
+    assert (got.deterministic, got.prompt_cell_tokens, got.max_itl) == (True, cell, GapLimit(factor=2.5))
     assert row(got, "deterministic")[:2] == ("on", "on")
 
 
@@ -44,7 +43,7 @@ def test_placement_is_static() -> None:
     ("asked", "param"),
     [
         ({"expert_placement": "dynamic"}, "expert_placement"),
-        ({"prefill_share": 0}, "prefill_share"),
+        ({"max_itl": "none"}, "max_itl"),
         ({"max_batch_tokens": 8, "gpu_experts": "8"}, "max_batch_tokens"),
     ],
 )

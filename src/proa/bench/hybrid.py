@@ -17,7 +17,7 @@ import msgspec
 from proa.bench.asked import gpu_of, parse_numbers
 from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid_ask import SETTLING_TOKENS, run_requests
-from proa.bench.hybrid_beside import MOST_TOKENS, ask_beside, beside_figures
+from proa.bench.hybrid_beside import MOST_TOKENS, Beside, ask_beside, beside_figures
 from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
 from proa.bench.hybrid_figures import (
     DecodeInterval,
@@ -70,8 +70,8 @@ DRIFT_QUESTION = "How fast does the placement adapt when other experts become ho
 QUESTION = "How fast do a GPU and the CPU decode together?"
 WARM_UP_TOKENS = 4  # per request, after its prompt: captures graphs for the batch size
 MOST_REQUESTS = 4096
-STEPS_BETWEEN_PARTS = 8  # most decode steps per prefill step with prefill_share MOST_SHARE
-MOST_SHARE = 0.95  # prefill_share with --deterministic, in which prefill cannot share steps with decode
+STEPS_BETWEEN_PARTS = 8  # most decode steps per prefill step with a gap of LONGEST_GAP
+LONGEST_GAP = "20x"  # max_itl with --deterministic, in which prefill cannot share steps with decode
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class HybridOptions:
         None, help="measure waiting times if a prompt of this length arrives while the requests decode",
         low=2, high=1 << 19,
     )  # fmt: skip
-    prefill_share: float | None = option(
-        None, help="with --prompt-tokens: as --prefill-share of `proa serve`", metavar="SHARE", low=0, high=0.95
+    max_itl: str | None = option(
+        None, help="with --prompt-tokens: as --max-itl of `proa serve`", metavar="GAP", kind="word"
     )
     runs: int = option(3, help="runs per number of requests; the run of median rate is reported", low=1, high=1000)
     max_batch_tokens: int | None = option(
@@ -194,8 +194,8 @@ def case_of(options: HybridOptions) -> HybridCase:
         if options.router == "drift":
             raise UsageError("--prompt-tokens and --router drift are different measurements.", "Give only one of them.")
         answers, most = max(MOST_TOKENS, options.prompt_tokens - options.context), most + 1
-    elif options.prefill_share is not None:
-        raise UsageError("--prefill-share has an effect only with --prompt-tokens.", "Add --prompt-tokens.")
+    elif options.max_itl is not None:
+        raise UsageError("--max-itl has an effect only with --prompt-tokens.", "Add --prompt-tokens.")
     tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
     kv_bytes = spec.kv_bytes_per_token(KV_ELEM_BYTES["float8_e4m3fn" if options.kv_dtype == "fp8" else "bfloat16"])
@@ -213,7 +213,7 @@ def case_of(options: HybridOptions) -> HybridCase:
         scheduler=SchedulerOptions(
             max_running=most,
             max_batch_tokens=_step_tokens(options) if options.prompt_tokens is None else options.max_batch_tokens,
-            prefill_share=_share(options),
+            max_itl=_max_itl(options),
             deterministic=options.deterministic,
         ),
         machine=options.engine.machine,
@@ -222,12 +222,12 @@ def case_of(options: HybridOptions) -> HybridCase:
     return HybridCase(shape, counts, engine, uncached)
 
 
-def _share(options: HybridOptions) -> float | None:
-    """Return prefill_share. If no late prompt is measured, it is 0: prefill shares steps with decode, so that all
-    requests decode together sooner."""
+def _max_itl(options: HybridOptions) -> str:
+    """Return max_itl. If no late prompt is measured, prefill shares steps with decode, so that all requests decode
+    together sooner."""
     if options.prompt_tokens is not None:
-        return options.prefill_share
-    return MOST_SHARE if options.deterministic else 0.0
+        return options.max_itl or "auto"
+    return LONGEST_GAP if options.deterministic else "none"
 
 
 def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
@@ -347,15 +347,16 @@ class HybridBench:
 
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """Measure a prompt that arrives while `requests` decode. Each run has a new prompt, which shares no cached
-        prefix; the first run warms up."""
+        prefix, and one more alone; the first run warms up."""
         options, count = self._options, self._options.prompt_tokens or 0
-        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)
-        prompts = self._prompts[:requests]
-        runs = [await ask_beside(engine, prompts, one, f"{requests} {i}") for i, one in enumerate(late)]
-        figures = beside_figures(runs[1:], count) | {
-            "prefill_share": self._prepared.plan.prefill_share,
-            "max_batch_tokens": float(self._prepared.plan.max_batch_tokens),
-        }
+        late = random_prompts(self._case.shape.vocab, 2 * (options.runs + 1), count, seed=requests)
+        prompts, alone, runs = self._prompts[:requests], list[Beside](), list[Beside]()
+        for i in range(options.runs + 1):
+            alone.append(await ask_beside(engine, [], late[2 * i], f"{requests} {i} alone"))
+            runs.append(await ask_beside(engine, prompts, late[2 * i + 1], f"{requests} {i}"))
+        plan = self._prepared.plan
+        figures = beside_figures(runs[1:], alone[1:], count, plan.max_itl)
+        figures["max_batch_tokens"] = float(plan.max_batch_tokens)
         all_notes = (*notes, *self._notes())
         return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=all_notes)
 

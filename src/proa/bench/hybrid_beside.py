@@ -12,6 +12,7 @@ from statistics import mean, median
 
 from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
+from proa.machine.cost.turns import GapLimit
 from proa.types import EngineRequest, Sampling
 
 MOST_TOKENS = 4096  # answer length of each decoding request; it must last until the prompt's first token
@@ -27,6 +28,10 @@ class Beside:
     sent_s: float
     answered_s: float
     others: Sequence[Sequence[float]]
+
+    @property
+    def ttft_s(self) -> float:
+        return self.answered_s - self.sent_s
 
 
 async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: list[int], run: str) -> Beside:
@@ -86,11 +91,13 @@ async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.E
     )
 
 
-def beside_figures(runs: Sequence[Beside], prompt_tokens: int) -> dict[str, float | None]:
+def beside_figures(
+    runs: Sequence[Beside], alone: Sequence[Beside], prompt_tokens: int, limit: GapLimit | None
+) -> dict[str, float | None]:
     """Compute the figures of the run with the median time to first token. A gap is the time between consecutive tokens
-    of one decoding request."""
-    run = sorted(runs, key=lambda r: r.answered_s - r.sent_s)[len(runs) // 2]
-    ttft_s = run.answered_s - run.sent_s
+    of one decoding request. alone: runs without decoding requests. limit: the plan's; None: shared steps."""
+    run = sorted(runs, key=lambda r: r.ttft_s)[len(runs) // 2]
+    ttft_s, alone_s = run.ttft_s, median(r.ttft_s for r in alone)
     before = [b - a for of in run.others for a, b in pairwise(t for t in of[_SETTLING_TOKENS:] if t <= run.sent_s)]
     during = [
         min(b, run.answered_s) - a for of in run.others for a, b in pairwise([*of, run.answered_s])
@@ -102,8 +109,12 @@ def beside_figures(runs: Sequence[Beside], prompt_tokens: int) -> dict[str, floa
         "prompt_tokens": float(prompt_tokens),
         "ttft_s": ttft_s,
         "prompt_tokens_per_s": prompt_tokens / ttft_s,
+        "prompt_tokens_per_s_alone": prompt_tokens / alone_s,
+        "speed_share": alone_s / ttft_s,
         "gap_ms_before": 1e3 * median(before),
+        "gap_ms_limit": None if limit is None else 1e3 * limit.longest_s(median(before)),
         "gap_ms_beside": 1e3 * median(during),
+        "gap_ms_p99": 1e3 * sorted(during)[int(0.99 * len(during))],
         "gap_ms_longest": 1e3 * max(during),
         "tokens_per_s_before": 1 / mean(before),
         "tokens_per_s_beside": mean(tokens) / ttft_s,

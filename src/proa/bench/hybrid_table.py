@@ -17,8 +17,11 @@ _BESIDE_COLUMNS = {
     "requests": "requests",
     "first token s": "ttft_s",
     "prompt tokens/s": "prompt_tokens_per_s",
+    "alone": "prompt_tokens_per_s_alone",
     "gap before ms": "gap_ms_before",
+    "limit ms": "gap_ms_limit",
     "meanwhile ms": "gap_ms_beside",
+    "p99 ms": "gap_ms_p99",
     "longest ms": "gap_ms_longest",
     "tokens/s before": "tokens_per_s_before",
     "meanwhile": "tokens_per_s_beside",
@@ -89,11 +92,12 @@ def render_drift(results: Sequence[Result]) -> Group:
 def render_beside(results: Sequence[Result]) -> Group:
     """Format one row per number of requests. `results` must not be empty."""
     table = numbers_table(_BESIDE_COLUMNS)
-    for result in results:
-        table.add_row(*(number(result.figures[name]) for name in _BESIDE_COLUMNS.values()))
     first = results[0]
-    share = first.figures["prefill_share"] or 0
-    how = f"prefill share {share:.0%}" if share else "chunked prefill in the steps of decode"
+    shared = first.figures["gap_ms_limit"] is None
+    for result in results:
+        figures = [number(result.figures[name]) for name in _BESIDE_COLUMNS.values()]
+        table.add_row(*("none" if shared and figure == "unknown" else figure for figure in figures))
+    how = "chunked prefill in the steps of decode" if shared else "a few layers at a time between decode steps"
     return Group(
         Text(f"{first.question} {first.model}", style="bold"),
         table,

@@ -108,7 +108,7 @@ def _streamed(name: str, static: EngineOptions, none: EngineOptions) -> list[Pat
     """Paths whose prompts pass through the layers one layer at a time, between decode steps."""
 
     def passing(options: EngineOptions, mode: str) -> EngineOptions:
-        scheduler = replace(options.scheduler, prefill_share=None)
+        scheduler = replace(options.scheduler, max_itl="auto")
         return replace(options, scheduler=scheduler, gpus=replace(options.gpus, prefill=mode))
 
     split, whole = passing(static, "auto"), passing(static, "stream")

@@ -139,7 +139,7 @@ def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
     """The options with small steps and contexts, nothing lossy, and no tiers behind the prefix cache: paths ask for
     their own. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
-    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, prefill_share=0.0)
+    scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, max_itl="none")
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
     cache = replace(cache, prefix_cache_ram=0, prefix_cache_dir=None, prefix_cache_disk=None)
     machine = replace(asked.machine, cpu_binding="none")

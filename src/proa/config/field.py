@@ -22,7 +22,7 @@ class OptionInfo:
     `metavar`: unit or form ("TOKENS", "SIZE", "PATH"). `choices`: the allowed values. `low`, `high`: inclusive bounds.
     `common`: shown in the short help. `short`: one-letter flag. `secret`: the value is never printed. `kind`: "size"
     accepts bytes with a suffix ("24GiB", "512M"); "tokens" accepts k and M ("32k"); "word" is text that YAML and Python
-    may also give as an integer; "argument" is positional; "" is an ordinary flag.
+    may also give as a number; "argument" is positional; "" is an ordinary flag.
     """
 
     help: str

@@ -131,21 +131,20 @@ class SchedulerOptions:
     max_running: int = option(4, help="most requests that run at once", low=1, high=4096, common=True)
     max_batch_tokens: int | None = option(
         None,
-        help="most tokens of one step, decode and prefill together; default: 512; up to 4096 with --prefill-share "
-        "above 0 on a GPU, as VRAM allows",
+        help="most tokens of one step, decode and prefill together; default: 512; up to 4096 on a GPU where prompts "
+        "alternate with decode (--max-itl), as VRAM allows",
         metavar="TOKENS",
         kind="tokens",
         low=1,
         high=1 << 20,
     )
-    prefill_share: float | None = option(
-        None,
-        help="fraction of time for prefill while requests decode, alternating a few layers of prefill with decode "
-        "steps; 0: ordinary chunked prefill, in the same steps as decode; default: 0.5, or 0 if a GPU computes all "
-        "experts",
-        metavar="SHARE",
-        low=0,
-        high=0.95,
+    max_itl: str = option(
+        "auto",
+        help="longest gap between two tokens of a request while prompts are computed, a few layers at a time between "
+        "decode steps: a factor of the undisturbed gap (2.5x) or a time (80ms, 0.5s); none: ordinary chunked prefill, "
+        "in the same steps as decode; auto: 2.5x, or none if a GPU computes all experts",
+        metavar="GAP",
+        kind="word",
     )
     deterministic: bool = option(
         False,

@@ -76,11 +76,11 @@ def from_data(option: Declaration, value: Any, where: str) -> Any:
         return from_text(option, value, where)
     if option.info.kind == "tokens" and isinstance(value, str) and _COUNT.fullmatch(value):
         return from_text(option, value, where)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if option.type is float:
-            value = float(value)
-        elif option.info.kind == "word":
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if option.info.kind == "word":
             value = str(value)
+        elif option.type is float:
+            value = float(value)
     if type(value) is not option.type:
         raise _wrong(option, _shown(value), where)
     return check(option, value, where)
@@ -110,7 +110,7 @@ def expects(option: Declaration) -> str:
     if option.type is bool:
         return "true or false"
     if option.type is str:
-        return "text or an integer" if option.info.kind == "word" else "text"
+        return "text or a number" if option.info.kind == "word" else "text"
     low, high = _bounds(option)
     if info.kind == "size":
         return "a size such as 24GiB, 512M or 1.5G" + (f", at least {low:.0f} B" if low > 0 else "")

@@ -9,6 +9,7 @@ import msgspec
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.clock import Stage
 from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.gaps import DecodeGaps
 from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepPlan
@@ -35,6 +36,7 @@ class Engine:
         pool whose workers are idle between steps and may send messages. tiers: those of the scheduler."""
         self._tiers = tiers
         self._saver, self._turns, self.helpers = saver, turns or NoTurns(), helpers
+        self._gaps = DecodeGaps()
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
@@ -97,8 +99,7 @@ class Engine:
         output = self.runner.wait(flight)
         if self._tiers is not None:
             self._tiers.learn(flight.plan.num_tokens, flight.age_s())
-        if flight.step_is_whole:
-            self._turns.learn(flight, flight.age_s())
+        self._gaps.note(flight.plan, beside=self._turns.busy, limit_s=self._turns.limit_s)
         return self._progress_beside() + self._commit(flight.plan, output)
 
     def _oldest(self) -> Flight | None:
@@ -162,6 +163,7 @@ class Engine:
         scheduler, seconds = self.scheduler.stats(), StepSeconds(*self.clock.seconds())
         done = self.runner.executor.counters()
         stats = Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
+        stats = msgspec.structs.replace(stats, gaps=self._gaps.stats())
         if (tiers := self._tiers) is None:
             return stats
         return msgspec.structs.replace(stats, prefix_files=tiers.file_stats(), prefix_ram=tiers.ram_stats())

@@ -132,6 +132,18 @@ class PrefixRamStats(msgspec.Struct, frozen=True, array_like=True):
     evicted_runs: int = 0
 
 
+class GapStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gaps between consecutive decode steps of a request. Gauges from longest_beside_seconds on."""
+
+    undisturbed: int = 0  # no prompt was computed meanwhile
+    undisturbed_seconds: float = 0.0
+    beside: int = 0  # a prompt was
+    beside_seconds: float = 0.0
+    over_limit: int = 0  # of these, longer than --max-itl
+    longest_beside_seconds: float = 0.0
+    limit_seconds: float = 0.0  # --max-itl, as a time; 0: not known yet, or none
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     scheduler: SchedulerStats = SchedulerStats()
     seconds: StepSeconds = StepSeconds()
@@ -140,6 +152,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     prefill: PrefillStats = PrefillStats()
     prefix_files: PrefixFileStats = PrefixFileStats()
     prefix_ram: PrefixRamStats = PrefixRamStats()
+    gaps: GapStats = GapStats()
 
     def values(self) -> dict[str, float]:
         """Every value by its path, such as "scheduler.steps"."""

@@ -8,26 +8,42 @@ so they share workspace, doorbell and CPU workers (docs/decisions/038).
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from proa.engine.runner import Flight, Runner
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.machine.cost.turns import (
-    GRAIN_TOKENS,
+    AIMED_SHARE,
+    ALONE_BLOCK_S,
+    FIRST_TOKENS,
+    LEAST_ALLOWANCE,
     LEAST_TOKENS,
+    GapLimit,
     blocks_alone,
     blocks_due,
     fitting_tokens,
     left_s,
     overtaking_tokens,
 )
+from proa.obs.units import format_ms
+
+log = logging.getLogger(__name__)
+
+STEPS = 5  # the undisturbed gap is the median of so many decode steps
+_SAID_AFTER = 8  # turns with blocks that do not fit, after which the log says so
 
 
 class NoTurns:
     """Prefill and decode share steps (ordinary chunked prefill)."""
 
     most_tokens: int | None = None  # no limit of prefill tokens beside that of the step
+    limit_s = 0.0
+    busy = False
 
     def short_tokens(self) -> int:
         return 0
@@ -40,9 +56,6 @@ class NoTurns:
 
     def take(self) -> Flight | None:
         return None
-
-    def learn(self, flight: Flight, seconds: float) -> None:
-        pass
 
     def finish(self) -> None:
         pass
@@ -59,22 +72,56 @@ class PrefillTurns:
     one thread."""
 
     def __init__(
-        self, runner: Runner, share: float, *, passes: bool = False, over_tokens: int = 0,
+        self, runner: Runner, limit: GapLimit, *, fixed: bool = False, over_tokens: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """share: fraction of the time for prefill. passes: prefill steps are as long as the plan allows, since their
-        blocks are computed in chunks. over_tokens: most tokens of a step that overtakes. Raises ValueError if the share
-        is not between 0 and 1."""
-        if not 0 < share < 1:
-            raise ValueError(f"the share of prefill is {share}, but must be between 0 and 1")
-        self._runner, self._share, self._owed = runner, share, 0.0
-        self.most_tokens: int | None = None if passes else LEAST_TOKENS  # limit of the next prefill step
-        self._blocks = len(runner.executor.spec.blocks)
+        """fixed: prefill steps are as long as the plan allows, in chunks of its size, whatever time these take.
+        over_tokens: most tokens of a step that overtakes. Raises ValueError for a limit that leaves no time for
+        prefill."""
+        if limit.factor <= 1 and limit.seconds <= 0:
+            raise ValueError(f"{limit} leaves no time for prefill: the factor must be above 1, or the time positive")
+        self._runner, self._limit, self._owed = runner, limit, 0.0
+        self._fixed = fixed
         self._held: list[Flight] = []  # the last one is computed
         self._done = False  # the last one is computed whole
+        self._steps = deque[float](maxlen=STEPS)  # seconds of the last decode steps
+        self._decoding = False  # a decode step was launched since prefill ran without one
+        self._learned: tuple[int, float] | None = None  # tokens and seconds of a block of a prefill step
+        self._notices = _Notices(limit)
         self._over_tokens, self._clock = over_tokens, clock
         self._over_token_s = self._over_s = 0.0  # of the last step that overtook: time per token, and in all
         self._over_end_s = -float("inf")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prefill step is being computed."""
+        return bool(self._held)
+
+    @property
+    def limit_s(self) -> float:
+        """Longest gap between two decode steps now; 0: not known yet."""
+        return self._limit.longest_s(self._step_s)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of the next prefill step: as many as let a block fit between two decode steps. None: the plan
+        fixes it."""
+        if self._fixed:
+            return None
+        beside = self._decoding and self._step_s > 0
+        least = LEAST_TOKENS if beside else FIRST_TOKENS
+        if self._learned is None:
+            return least
+        return fitting_tokens(*self._learned, AIMED_SHARE * self._allowance_s if beside else ALONE_BLOCK_S, least)
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds of a decode step; 0: not known yet."""
+        return median(self._steps) if self._steps else 0.0
+
+    @property
+    def _allowance_s(self) -> float:
+        return self._limit.allowance_s(self._step_s)
 
     def short_tokens(self) -> int:
         """Most tokens of a step that may overtake the held one now; 0: none may, because it ends soon, or has not been
@@ -94,8 +141,15 @@ class PrefillTurns:
 
     def prefill(self) -> None:
         """Compute the blocks that are due. Called after a decode step was launched."""
+        step_s, block_s = self._runner.executor.pace()
+        if step_s:
+            self._steps.append(step_s)
+        self._decoding = True
         if self._held and not self._done:
-            blocks, self._owed = blocks_due(self._share, self._owed, *self._runner.executor.pace())
+            block_s = block_s if self._steps else 0.0
+            blocks, self._owed = blocks_due(self._allowance_s, self._owed, block_s)
+            if len(self._held) == 1 and (self._fixed or self._held[0].plan.num_tokens <= LEAST_TOKENS):
+                self._notices.check(self._step_s, block_s)
             if blocks:
                 self._done = self._runner.advance(self._held[-1], blocks)
 
@@ -108,20 +162,19 @@ class PrefillTurns:
             self._over_end_s, self._over_s = self._clock(), flight.age_s()
             self._over_token_s = self._over_s / flight.plan.num_tokens
         else:
-            self.learn(flight, self._runner.executor.pace().block_s * self._blocks)
+            self._learn(flight.plan.num_tokens, self._runner.executor.pace().block_s)
         return flight
 
-    def learn(self, flight: Flight, seconds: float) -> None:
-        """Adapt most_tokens to a prefill step that took this long; 0: unknown."""
-        plan = flight.plan
-        if self.most_tokens is None or not seconds:
-            return
-        if plan.items[-1].num_tokens > 1 and plan.num_tokens >= GRAIN_TOKENS:
-            self.most_tokens = fitting_tokens(plan.num_tokens, seconds / self._blocks)
+    def _learn(self, tokens: int, block_s: float) -> None:
+        """Note the time of a block of a prefill step; 0: unknown. A short step would underestimate the speed: reading
+        weights takes most of its time."""
+        if block_s and 2 * tokens >= (self.most_tokens or 0):
+            self._learned = tokens, block_s
 
     def finish(self) -> None:
         """Compute blocks for about 0.1 s (blocks_alone), or all that are left. Called when no request decodes. New
         requests and cancellations are seen in between."""
+        self._decoding = False
         if self._held and not self._done:
             block_s = self._runner.executor.pace().block_s
             self._done = self._runner.advance(self._held[-1], blocks_alone(block_s))
@@ -139,3 +192,34 @@ class PrefillTurns:
         self._held = [flight for flight in self._held if flight not in dropped]
         for flight in dropped:
             self._runner.cancel(flight)
+
+
+class _Notices:
+    """Says in the log, once each, that the limit cannot be kept, and why."""
+
+    def __init__(self, limit: GapLimit) -> None:
+        self._limit, self._long_turns, self._said_step = limit, 0, False
+
+    def check(self, step_s: float, block_s: float) -> None:
+        """Called for each turn of a prefill step that cannot be shorter. Durations of a decode step and of a block; 0:
+        unknown."""
+        if not step_s or not block_s:
+            return
+        if not self._said_step and not self._limit.factor and self._limit.seconds <= step_s:
+            self._said_step = True
+            log.warning(
+                "--max-itl is %s, but a decode step takes %s without a prompt beside it. Prompts get %.0f %% of its "
+                "time, and gaps are longer. Raise --max-itl, or give a factor such as 2.5x.",
+                format_ms(self._limit.seconds), format_ms(step_s), 100 * LEAST_ALLOWANCE,
+            )  # fmt: skip
+        allowance_s = self._limit.allowance_s(step_s)
+        self._long_turns += block_s > allowance_s
+        if self._long_turns == _SAID_AFTER and block_s > allowance_s:
+            self._long_turns += 1
+            log.warning(
+                "One layer of a prompt takes %s, longer than the %s that --max-itl leaves beside a decode step of %s. "
+                "One is computed after every %.1f decode steps, so that only the mean of the gaps is within the limit. "
+                "--max-itl %.1fx would keep every gap within it.",
+                format_ms(block_s), format_ms(allowance_s), format_ms(step_s), block_s / allowance_s,
+                math.ceil(10 * (1 + block_s / step_s)) / 10,
+            )  # fmt: skip

@@ -188,6 +188,21 @@ SAMPLED: dict[str, Declared] = {
     "prefix_ram.evicted_runs": Declared(
         "proa_prefix_ram_evicted_runs", "counter", "Runs dropped from RAM because of --prefix-cache-ram"
     ),
+    "gaps.undisturbed": Declared(
+        "proa_decode_gaps_undisturbed", "counter", "Gaps between decode steps while no prompt was computed"
+    ),
+    "gaps.undisturbed_seconds": Declared("proa_decode_gap_undisturbed_seconds", "counter", "Seconds of these gaps"),
+    "gaps.beside": Declared(
+        "proa_decode_gaps_beside", "counter", "Gaps between decode steps while a prompt was computed"
+    ),
+    "gaps.beside_seconds": Declared("proa_decode_gap_beside_seconds", "counter", "Seconds of these gaps"),
+    "gaps.over_limit": Declared("proa_decode_gaps_over_limit", "counter", "Of these gaps, those longer than --max-itl"),
+    "gaps.longest_beside_seconds": Declared(
+        "proa_decode_gap_longest_beside_seconds", "gauge", "Longest of these gaps since the start, in seconds"
+    ),
+    "gaps.limit_seconds": Declared(
+        "proa_decode_gap_limit_seconds", "gauge", "--max-itl in seconds at the last decode step; 0: none, or unknown"
+    ),
     "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
     "scheduler.cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"

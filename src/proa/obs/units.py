@@ -50,6 +50,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def format_ms(seconds: float) -> str:
+    """Format a short duration in ms with three significant digits: 0.0124 -> "12.4 ms"."""
+    ms = 1e3 * seconds
+    return f"{ms:.{_decimals(ms)}f} ms"
+
+
 def format_count(count: int) -> str:
     """Format a number of parameters or tokens in powers of 1000: 134515008 -> "135M"."""
     size = float(count)

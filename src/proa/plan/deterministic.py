@@ -26,10 +26,10 @@ def fixed_options(options: EngineOptions) -> EngineOptions:
             "--deterministic needs a static placement.",
             "Use --expert-placement uniform, front-loading or frequency.", param="expert_placement",
         )  # fmt: skip
-    if options.scheduler.prefill_share == 0:
+    if options.scheduler.max_itl == "none":
         raise UsageError(
-            "--prefill-share 0 computes prompts and decode in shared steps; --deterministic needs separate ones.",
-            "Leave --prefill-share out, or choose a share above 0.", param="prefill_share",
+            "--max-itl none computes prompts and decode in shared steps; --deterministic needs separate ones.",
+            "Leave --max-itl out, or give a factor such as 2.5x.", param="max_itl",
         )  # fmt: skip
     placement = options.gpus.expert_placement
     if placement == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from proa.machine.cost.turns import GapLimit
 from proa.machine.topology import Team
 from proa.models.ranks import CPU, Mesh
 from proa.types import Decision
@@ -219,7 +220,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0  # most tokens of a step in which prompts and decode are together; 0: max_batch_tokens
     deterministic: bool = False  # a token's bits do not depend on the schedule
     prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
-    prefill_share: float = 0.0  # fraction of time for prefill while requests decode; 0: they share steps
+    max_itl: GapLimit | None = None  # between decode steps while a prompt is computed; None: they share steps
     over_tokens: int = 0  # most tokens of a prefill step that overtakes another one; 0: none does
     pass_tokens: int = 0  # most prefill tokens that pass through the layers together; 0: as max_batch_tokens
     max_queued: int

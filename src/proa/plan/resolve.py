@@ -37,7 +37,7 @@ from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
-from proa.plan.turns import batch_row, prefill_share, turn_tokens
+from proa.plan.turns import asked_gap, batch_row, gap_limit, turn_tokens
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -59,6 +59,7 @@ def resolve(
     """Make the plan. counts: how often experts were chosen; empty: unknown. Raises UsageError, ResourceError."""
     options = fixed_options(options)
     spec, asked, machine = declared.spec, options.scheduler, host.machine
+    asked_limit = asked_gap(asked.max_itl)
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in bfloat16 only
@@ -73,14 +74,14 @@ def resolve(
     case = Case(model, spec, options, dtype, need, machine, usable_bytes - files.buffer_bytes,
                 kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
-    share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
+    limit, limit_row = gap_limit(asked, asked_limit, placed.gpu, placed.roof)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
     rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
     rows += (*prefix_rows(case, placed.need), placed.tier_row, *files.decisions)
-    rows += _step_rows(asked, placed.batch_tokens, None if share else batch_tokens)
-    rows += (share_row, deterministic.row(asked.deterministic, cell))
+    rows += _step_rows(asked, placed.batch_tokens, batch_tokens if limit is None else None)
+    rows += (limit_row, deterministic.row(asked.deterministic, cell))
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -99,8 +100,8 @@ def resolve(
         shared_tokens=min(placed.batch_tokens, batch_tokens),
         deterministic=asked.deterministic,
         prompt_cell_tokens=cell,
-        prefill_share=share,
-        over_tokens=over_tokens(placed.batch_tokens) if share else 0,
+        max_itl=limit,
+        over_tokens=0 if limit is None else over_tokens(placed.batch_tokens),
         pass_tokens=placed.pass_tokens,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,

@@ -47,8 +47,8 @@ def plan_ring(
         return RingPlan(why="as asked")
     if options.scheduler.deterministic:
         return RingPlan(why="--deterministic: an expert must be computed by the same kernel in every prompt")
-    if options.scheduler.prefill_share == 0:
-        return RingPlan(why="--prefill-share 0: prompts share steps with decode")
+    if options.scheduler.max_itl == "none":
+        return RingPlan(why="--max-itl none: prompts share steps with decode")
     largest, expert_bytes = max(of.total_bytes for of in layers), max(of.expert_bytes for of in layers)
     room_bytes = int(min(MOST_SHARE * budget_bytes, MOST_OF_EXPERTS * max(0, left_bytes)))
     nbytes = min(RING_BANKS * _aligned(largest), room_bytes)

@@ -3,27 +3,74 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from proa.config.options import SchedulerOptions
+from proa.errors import ResourceError, UsageError
 from proa.machine.cost import turns
+from proa.machine.cost.turns import GapLimit
 from proa.machine.machine import Gpu
 from proa.models.spec import Model
-from proa.plan.plan import GpuPlan
+from proa.obs.units import format_ms
+from proa.plan.plan import GpuPlan, Roof
 from proa.plan.vram import rows_bytes
 from proa.types import Decision
 
+_GAP = re.compile(r"(\d+(?:\.\d+)?)\s*(x|ms|s)", re.IGNORECASE | re.ASCII)
 
-def prefill_share(asked: float | None, gpu: GpuPlan | None, *, deterministic: bool = False) -> tuple[float, Decision]:
-    """Fraction of time for prefill while requests decode, and its row; 0: prefill and decode share steps."""
+
+def asked_gap(text: str) -> GapLimit | None:
+    """Parse a value of --max-itl: "2.5x", "80ms" or "0.5s"; None for "auto" and "none". Raises UsageError."""
+    if text in ("auto", "none"):
+        return None
+    match = _GAP.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"--max-itl is {text!r}.",
+            "Give a factor of the undisturbed gap between tokens such as 2.5x, a time such as 80ms or 0.5s, auto or "
+            "none.", param="max_itl",
+        )  # fmt: skip
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "x" and number <= 1:
+        raise UsageError(
+            f"--max-itl {text} is not longer than the undisturbed gap between tokens: no time is left for prompts.",
+            f"Give a factor above 1; the default is {turns.MAX_ITL:g}x.", param="max_itl",
+        )  # fmt: skip
+    if number <= 0:
+        raise UsageError(f"--max-itl {text} is no time.", "Give for example 80ms, or a factor such as 2.5x.",
+                         param="max_itl")  # fmt: skip
+    return GapLimit(factor=number) if unit == "x" else GapLimit(seconds=number / 1000 if unit == "ms" else number)
+
+
+def gap_limit(
+    asked: SchedulerOptions, given: GapLimit | None, gpu: GpuPlan | None, roof: Roof
+) -> tuple[GapLimit | None, Decision]:
+    """The longest gap between decode steps while a prompt is computed, and its row; None: prompts and decode share
+    steps. given: `asked.max_itl`, parsed. Raises ResourceError for a time that no decode step of this plan keeps to."""
+    least_s = 1 / roof.tokens_per_s
+    ample = format_ms(max(0.001, turns.MAX_ITL * least_s)).replace(" ", "")
+    if given is not None and given.seconds and given.seconds <= least_s:
+        raise ResourceError(
+            f"--max-itl {asked.max_itl} is below the undisturbed gap between tokens: a decode step of this plan takes "
+            f"at least {format_ms(least_s)} ({roof.bound_by} bandwidth) without a prompt beside it.",
+            f"Give more, such as {ample}, or a factor such as {turns.MAX_ITL:g}x.",
+            param="max_itl",
+        )  # fmt: skip
     gpu_only = gpu is not None and gpu.gpu_only
-    got = turns.prefill_share(gpu_only=gpu_only, deterministic=deterministic) if asked is None else asked
-    why = "while requests decode, prompts are computed a few layers at a time, alternating with decode steps"
-    if asked == 0:
+    got = given
+    if asked.max_itl == "auto":
+        got = turns.default_limit(gpu_only=gpu_only, deterministic=asked.deterministic)
+    if got is not None:
+        why = "while requests decode, prompts are computed a few layers at a time between decode steps, as many as fit"
+        if got.seconds:
+            why += f"; a decode step takes at least {format_ms(least_s)}"
+    elif asked.max_itl == "none":
         why = "prompts share steps with decode, which waits for each whole step"
-    elif not got:
+    else:
         why = "the GPU runs everything: steps are short, and prompts share them"
-    return got, Decision("prefill share", "auto" if asked is None else f"{asked:g}", f"{got:g}", why)
+    shown = "none" if got is None else f"{got.factor:g}x" if got.factor else format_ms(got.seconds)
+    return got, Decision("longest gap", asked.max_itl, shown, why)
 
 
 def turn_tokens(spec: Model, gpu: Gpu, least: int) -> tuple[int, ...]:

@@ -112,9 +112,10 @@ class Build(Protocol):
 
 def new_turns(runner: Runner, plan: Plan) -> PrefillTurns | NoTurns:
     """The planned turns of prefill and decode, those of a scheduler by new_scheduler."""
-    if not plan.prefill_share:
+    if plan.max_itl is None:
         return NoTurns()
-    return PrefillTurns(runner, plan.prefill_share, passes=plan.pass_tokens > 0, over_tokens=plan.over_tokens)
+    fixed = plan.pass_tokens > 0 or plan.prompt_cell_tokens is not None
+    return PrefillTurns(runner, plan.max_itl, fixed=fixed, over_tokens=plan.over_tokens)
 
 
 def kv_storage(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> KvStorage:
@@ -256,7 +257,7 @@ def new_scheduler(plan: Plan, tiers: Tiers | None = None) -> Scheduler:
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
     return Scheduler(
-        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan), tiers=tiers
+        Limits.of(plan), allocator, prefix_cache, turns=plan.max_itl is not None, phases=_phases(plan), tiers=tiers
     )  # fmt: skip
 
 

@@ -204,7 +204,7 @@ class Stage:
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
-        if self._plan.prefill_share:
+        if self._plan.max_itl is not None:
             self._pass(rows, _NO_COPIES)
             if self._hybrid.passes_in_groups:
                 self._pass(rows, _ALL_COPIES)

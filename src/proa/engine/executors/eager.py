@@ -72,6 +72,7 @@ class EagerExecutor:
             step.overtakes = bool(self._unfinished)
             step.parts = self._parts(step)
             self._unfinished.append(step)
+            self._block_s = 0.0
             self.clock.lap(Stage.INPUTS)
             return step
         self._session.begin_step(step)
@@ -136,7 +137,7 @@ class EagerExecutor:
     @torch.inference_mode()
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step in self._unfinished:
-            self._unfinished.remove(step)
+            self._remove(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)
         if spans:
             logits = self._logits(step, step.rows)
@@ -167,8 +168,14 @@ class EagerExecutor:
 
     def cancel(self, step: EagerStep) -> None:
         if step in self._unfinished:
-            self._unfinished.remove(step)
+            self._remove(step)
             self._session.forget_parts(step)
+
+    def _remove(self, step: EagerStep) -> None:
+        """Remove a step in parts. If another one goes on, its blocks are measured anew."""
+        self._unfinished.remove(step)
+        if self._unfinished:
+            self._block_s = 0.0
 
     def pace(self) -> Pace:
         return Pace(self._step_s, self._block_s)

@@ -39,7 +39,8 @@ P = TypeVar("P")
 
 
 class Pace(NamedTuple):
-    """Duration of the last whole step beside a step in parts, and of one block of the latter. 0: not known yet."""
+    """Seconds of the last whole step beside a step in parts, and of one block of the step in parts that is advanced
+    now, a mean over the last ones. 0: not known yet."""
 
     step_s: float
     block_s: float
@@ -73,7 +74,8 @@ class Executor(Protocol[S]):
         """Whether launch(..., after=step) is possible for this step, which was launched last and has been sampled."""
 
     def advance(self, step: S, blocks: int) -> bool:
-        """Compute up to `blocks` more blocks of a step in parts. Returns whether all are computed."""
+        """Compute up to `blocks` more blocks of a step in parts: layers, each for one chunk of the step and, where its
+        experts come in groups, one group. Returns whether all are computed."""
 
     def done_share(self, step: S) -> float:
         """Fraction of a step in parts that has been launched, 0 to 1."""

@@ -208,6 +208,7 @@ class GraphExecutor:
         launching = self._session.begin_parts(step, len(cut))
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
+        self._timer.forget_blocks()
 
     @torch.inference_mode()
     def advance(self, step: GraphStep, blocks: int) -> bool:
@@ -277,7 +278,7 @@ class GraphExecutor:
         step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
         with self._queue.current():
             if step.parts is not None:
-                self._unfinished.remove(step)
+                self._remove(step)
                 step.hidden = step.parts.hidden
             self._launch_head(step, step.rows, rows)
             self._timer.end()
@@ -352,8 +353,14 @@ class GraphExecutor:
         with self._queue.current():
             self._settle()
             if step in self._unfinished:
-                self._unfinished.remove(step)
+                self._remove(step)
                 self._session.forget_parts(step)
+
+    def _remove(self, step: GraphStep) -> None:
+        """Remove a step in parts. If another one goes on, its blocks are measured anew."""
+        self._unfinished.remove(step)
+        if self._unfinished:
+            self._timer.forget_blocks()
 
     def pace(self) -> Pace:
         return self._timer.pace()

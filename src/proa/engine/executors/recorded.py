@@ -128,6 +128,7 @@ class RecordedExecutor:
             self._save(max(self._limits.sequences, batch.num_tokens))
             step.parts = _Parts()
             self._unfinished.append(step)
+            self._block_s = 0.0
             return step
         self._save(self._limits.sequences)
         rows = self._write_inputs(batch)
@@ -188,7 +189,7 @@ class RecordedExecutor:
     def sample(self, step: RecordedStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step.parts is not None:
             step.parts.restore(self._live)
-            self._unfinished.remove(step)
+            self._remove(step)
             self._scored_rows = ()
             if self._deterministic:
                 self._program.set_regime(Regime.PROMPT)  # decode steps between the parts changed it
@@ -214,7 +215,13 @@ class RecordedExecutor:
 
     def cancel(self, step: RecordedStep) -> None:
         if step in self._unfinished:
-            self._unfinished.remove(step)
+            self._remove(step)
+
+    def _remove(self, step: RecordedStep) -> None:
+        """Remove a step in parts. If another one goes on, its blocks are measured anew."""
+        self._unfinished.remove(step)
+        if self._unfinished:
+            self._block_s = 0.0
 
     def pace(self) -> Pace:
         return Pace(self._step_s, self._block_s)

@@ -31,6 +31,12 @@ class StepTimer:
             self._pending.append((self._begun, self._queue.mark(timed=True), num_blocks))
             self._begun = None
 
+    def forget_blocks(self) -> None:
+        """Blocks of another step in parts come next: their time is unknown."""
+        self._last.clear()
+        self._pending = [of for of in self._pending if not of[2]]
+        self._pace = self._pace._replace(block_s=0.0)
+
     def _block_s(self, seconds: float, num_blocks: int) -> float:
         """Mean time of a block, with this part."""
         self._last.append((seconds, num_blocks))
