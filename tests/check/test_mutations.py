@@ -33,7 +33,7 @@ def on_gpus(*paths: str) -> list[Any]:
     return simulated + [pytest.param("0", path, id=f"cuda: {path}", marks=pytest.mark.gpu) for path in paths]
 
 
-STREAMED, BOTH, IN_GROUPS = "GPU, prompts streamed", "streamed and on the CPU", "streamed in groups and on the CPU"
+BOTH, IN_GROUPS = "streamed and on CPU", "streamed in groups and on CPU"
 EXPERTS = f"layer {LAYER}, experts, "
 
 

@@ -112,9 +112,9 @@ def _streamed(name: str, static: EngineOptions, none: EngineOptions) -> list[Pat
         return replace(options, scheduler=scheduler, gpus=replace(options.gpus, prefill=mode))
 
     split, whole = passing(static, "auto"), passing(static, "stream")
-    in_groups = f"{name}, prompts streamed in groups and on the CPU"
+    in_groups = f"{name}, prompts streamed in groups and on CPU"
     return [
-        Path(f"{name}, prompts streamed and on the CPU", split, streams=Streams.WHOLE, halved=True),
+        Path(f"{name}, prompts streamed and on CPU", split, streams=Streams.WHOLE, halved=True),
         Path(in_groups, passing(none, "auto"), streams=Streams.GROUPS, halved=True),
         Path(f"{name}, prompts streamed", whole, streams=Streams.WHOLE),
     ]
