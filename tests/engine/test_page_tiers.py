@@ -14,8 +14,7 @@ from torch import Tensor
 from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
 from proa.engine.executors import restore_rates
-from proa.engine.executors.page_copies import PageCopies
-from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.executors.page_tiers import EntryCopies, PageTiers
 from proa.engine.executors.restore_rates import RestoreRates
 from proa.engine.executors.run_buffers import RunBuffers
 from proa.engine.scheduling.tiers import Restore, Store
@@ -57,8 +56,8 @@ class Box:
 
     def __post_init__(self) -> None:
         self.before = [tensor.clone() for tensor in tensors(self.pages)]
-        copies = partial(PageCopies, self.pages, RUN_PAGES)
-        buffers = RunBuffers(copies().run_bytes, torch.device("cpu"))
+        copies = partial(EntryCopies, self.pages, RUN_PAGES)
+        buffers = RunBuffers(copies().nbytes, torch.device("cpu"))
         self.files = FileStore(self.folder, ROOT, 1 << 20) if "files" in self.kinds else None
         self.ram = RamStore(self.ram_runs * buffers.nbytes, buffers) if "ram" in self.kinds else None
         self.tiers = PageTiers(ROOT, RUN_PAGES, copies, {0}, self.files, self.ram)

@@ -197,7 +197,7 @@ def test_another_engines_files_are_seen(tmp_path: Path, monkeypatch: pytest.Monk
 def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     def made(root: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         keys: list[bytes] = []
-        RunKeys(root, 4).extend(keys, tokens, salt, len(tokens) // 4)
+        RunKeys(root, 4, 2).extend(keys, tokens, salt, len(tokens) // 4)
         return keys
 
     base = made(ROOT, "", list(range(12)))
@@ -206,7 +206,7 @@ def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     assert not {key for keys in others for key in keys} & set(base)
     grown: list[bytes] = []
     for count in range(4):
-        RunKeys(ROOT, 4).extend(grown, list(range(12)), "", count)
+        RunKeys(ROOT, 4, 2).extend(grown, list(range(12)), "", count)
     assert grown == base
     assert len(set(base)) == 3
 

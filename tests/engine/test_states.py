@@ -133,7 +133,7 @@ def test_a_prompt_goes_on_from_a_copy_only(asked: str, depth: int, known: int) -
     cache, allocator, _ = make()
     fill(cache, allocator, "abcde", 2, 4)
     match = cache.match(asked)
-    assert (match.node.depth, len(match.pages), match.num_idle, match.num_known) == (depth, depth, depth, known)
+    assert (match.node.depth, len(match.pages), match.num_idle, match.known.depth) == (depth, depth, depth, known)
 
 
 def test_idle_pages_are_those_up_to_the_copy() -> None:
