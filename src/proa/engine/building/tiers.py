@@ -1,5 +1,5 @@
-"""Makes the tiers behind the prefix cache, and the root of their keys: all that KV and recurrent states depend on but the
-tokens. Never: decisions."""
+"""Makes the tiers behind the prefix cache, and the root of their keys: all that KV and recurrent states depend on but
+the tokens. Never: decisions."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def new_tiers(plan: Plan, checkpoint: Checkpoint, caches: Caches, cpus: Collecti
 
 
 def tiers_root(plan: Plan, checkpoint: Checkpoint, states: list[list[object]]) -> bytes:
-    """A hash of the versions, the model, the types of KV and states, and the size of a run. With --deterministic also of
-    the plan: bits are promised only for the same plan on the same machine. states: their layout."""
+    """A hash of the versions, the model, the types of KV and states, and the size of a run. With --deterministic also
+    of the plan: bits are promised only for the same plan on the same machine. states: their layout."""
     gpu = plan.gpu
     parts: dict[str, Any] = {
         "versions": [proa_version(), LAYOUT],

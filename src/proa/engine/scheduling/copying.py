@@ -38,8 +38,8 @@ class CopyRules:
 
 class Copying:
     """Applies CopyRules. Only this class and Request itself set `copied_tokens`, `branch_tokens`, `copy_from` and
-    `passing`. Offers to the tiers those copies that the next prompts can begin with: at a branch, at a prompt's end, and
-    the last one of a request."""
+    `passing`. Offers those copies to the tiers that later prompts can continue from: at a branch, at a prompt's end,
+    and the last one of a request."""
 
     def __init__(self, cache: PrefixCache, rules: CopyRules, behind: Behind) -> None:
         if cache.copies is None:

@@ -20,7 +20,7 @@ class PrefixEnd:
 
 
 class StoredStates:
-    """Copies by position. Looking for one takes about 3 us for each page."""
+    """Copies by position. Looking for one takes about 5 us for each page."""
 
     def __init__(self, tiers: Tiers, keys: RunKeys) -> None:
         self._tiers, self._keys = tiers, keys
