@@ -88,9 +88,9 @@ class FakeEngine:
         self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases, tiers=tiers)
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int, str]] = {}  # (page, slot) -> (token, digest, kernel)
-        if tiers:
-            tiers.pool = self.pool
         self.states: dict[int, int] = {}  # state slot -> digest, in place of recurrent states
+        if tiers:
+            tiers.pool, tiers.states = self.pool, self.states
         self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, Answer] = {}
         self.cached_tokens: dict[str, int] = {}

@@ -14,12 +14,11 @@ from torch import Tensor
 from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
 from proa.engine.executors import restore_rates
-from proa.engine.executors.page_copies import PageCopies
-from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.executors.page_tiers import EntryCopies, PageTiers
 from proa.engine.executors.restore_rates import RestoreRates
 from proa.engine.executors.run_buffers import RunBuffers
-from proa.engine.scheduling.tiers import Restore, Store
-from proa.ops.caches import Caches, KvPages, LatentPages
+from proa.engine.scheduling.tiers import Restore, Run, StatePart, Store
+from proa.ops.caches import Caches, KvPages, LatentPages, RecurrentState
 
 ROOT, RUN_PAGES, PAGES = b"root", 4, 24
 KINDS = [("ram",), ("files",), ("ram", "files")]
@@ -57,15 +56,15 @@ class Box:
 
     def __post_init__(self) -> None:
         self.before = [tensor.clone() for tensor in tensors(self.pages)]
-        copies = partial(PageCopies, self.pages, RUN_PAGES)
-        buffers = RunBuffers(copies().run_bytes, torch.device("cpu"))
+        copies = partial(EntryCopies, self.pages, RUN_PAGES)
+        buffers = RunBuffers(copies().nbytes, torch.device("cpu"))
         self.files = FileStore(self.folder, ROOT, 1 << 20) if "files" in self.kinds else None
         self.ram = RamStore(self.ram_runs * buffers.nbytes, buffers) if "ram" in self.kinds else None
         self.tiers = PageTiers(ROOT, RUN_PAGES, copies, {0}, self.files, self.ram)
 
     def store(self, *numbers: int) -> None:
         for number in numbers:
-            job = Store(key_of(number), pages_of(number))
+            job = Store([Run(key_of(number), pages_of(number))])
             self.tiers.store(job)
             _wait(job)
 
@@ -74,14 +73,16 @@ class Box:
         to = [page for number in numbers for page in pages_of(number)][skipped:]
         for tensor in tensors(self.pages):
             tensor[to] = 0
-        job = Restore([key_of(number) for number in numbers], to, skipped)
+        first = [skipped, *(0 for _ in numbers[1:])]
+        runs = [Run(key_of(n), pages_of(n)[at:], at) for n, at in zip(numbers, first, strict=True)]
+        job = Restore(runs)
         self.tiers.restore(job)
         _wait(job)
-        good = to[: job.num_pages]
+        good = to[: sum(len(run.pages) for run in runs[: job.num_restored])]
         for tensor, before in zip(tensors(self.pages), self.before, strict=True):
             assert torch.equal(tensor[good], before[good])
             tensor.copy_(before)
-        return job.num_pages
+        return len(good)
 
 
 def _wait(job: Store | Restore) -> None:
@@ -106,7 +107,7 @@ def test_pages_come_back(kinds: tuple[str, ...], tmp_path: Path) -> None:
     assert sum(by_kind.values()) == 0
     assert (ram.written_runs, files.written_files) == (3 * ("ram" in kinds), 3 * ("files" in kinds))
     assert (ram.stored_bytes > 0, files.stored_bytes > 0) == ("ram" in kinds, "files" in kinds)
-    assert ram.restored_bytes + files.restored_bytes == 6 * box.tiers._run_bytes
+    assert ram.restored_bytes + files.restored_bytes == 6 * box.tiers._entry_bytes
     box.tiers.close()
 
 
@@ -220,10 +221,67 @@ def test_one_of_many_refusals_restores() -> None:
 def test_a_restore_that_fails_does_not_stop_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     box = Box(tmp_path, ("ram",))
     box.store(0)
-    job = Restore([key_of(0)], [PAGES + 5] * RUN_PAGES)
+    job = Restore([Run(key_of(0), [PAGES + 5] * RUN_PAGES)])
     box.tiers.restore(job)
     _wait(job)
-    assert job.num_pages == 0
+    assert job.num_restored == 0
     assert "could not be restored" in caplog.text
     assert box.restore(0) == 4
+    box.tiers.close()
+
+
+SLOTS = 3
+
+
+def with_states() -> Caches:
+    """Pages and two layers of states, which end inside a part and begin inside another."""
+    random = torch.Generator().manual_seed(2)
+
+    def state(channels: int) -> RecurrentState:
+        rule = torch.rand(SLOTS, 2, 16, 200, generator=random)
+        return RecurrentState(rule, torch.rand(SLOTS, 3, channels, generator=random).to(torch.bfloat16))
+
+    return (*caches(), (state(36),), (state(7),))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
+def test_states_and_the_pages_behind_the_last_run_come_back(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    box = Box(tmp_path, kinds, ram_runs=20, pages=with_states())
+    states = [state for layer in box.pages for cache in layer for state in cache.states]
+    before = [state.clone() for state in states]
+    count = box.tiers.state_parts
+    assert count == -(-sum(state[0].nbytes for state in states) // box.tiers._entry_bytes)
+    assert count > 2
+    tail = Run(key_of(50), [7, 9])
+    store = Store([tail, *(StatePart(key_of(60 + part), 1, part) for part in range(count))])
+    box.tiers.store(store)
+    _wait(store)
+    for state in states:
+        state[1:] = 0
+    restore = Restore([Run(key_of(50), [3], 1), *(StatePart(key_of(60 + part), 2, part) for part in range(count))])
+    box.tiers.restore(restore)
+    _wait(restore)
+    assert restore.num_restored == count + 1
+    for state, was in zip(states, before, strict=True):
+        assert torch.equal(state[2], was[1])
+        assert torch.equal(state[0], was[0])
+        assert int(state[1].count_nonzero()) == 0
+    for tensor, was in zip(tensors(box.pages), box.before, strict=True):
+        assert torch.equal(tensor[3], was[9])
+    assert (box.tiers.ram_stats() if "ram" in kinds else box.tiers.file_stats()).restored_pages == 1
+    box.tiers.close()
+
+
+def test_a_part_that_is_missing_ends_the_restore(tmp_path: Path) -> None:
+    box = Box(tmp_path, ("files",), pages=with_states())
+    parts = [StatePart(key_of(60 + part), 1, part) for part in range(box.tiers.state_parts)]
+    store = Store(parts)
+    box.tiers.store(store)
+    _wait(store)
+    assert box.files is not None
+    (tmp_path / box.files._name(key_of(61))).unlink()
+    restore = Restore(parts)
+    box.tiers.restore(restore)
+    _wait(restore)
+    assert restore.num_restored == 1
     box.tiers.close()

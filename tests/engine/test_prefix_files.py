@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from examples import examples
 from proa.cache import files
 from proa.cache.files import FileStore
-from proa.cache.keys import RunKeys, run_pages
+from proa.cache.keys import RunKeys, run_pages, state_key
 from proa.errors import ResourceError
 
 ROOT, OTHER = b"model one", b"model two"
@@ -197,7 +197,7 @@ def test_another_engines_files_are_seen(tmp_path: Path, monkeypatch: pytest.Monk
 def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     def made(root: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         keys: list[bytes] = []
-        RunKeys(root, 4).extend(keys, tokens, salt, len(tokens) // 4)
+        RunKeys(root, 4, 2).extend(keys, tokens, salt, len(tokens) // 4)
         return keys
 
     base = made(ROOT, "", list(range(12)))
@@ -206,9 +206,23 @@ def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     assert not {key for keys in others for key in keys} & set(base)
     grown: list[bytes] = []
     for count in range(4):
-        RunKeys(ROOT, 4).extend(grown, list(range(12)), "", count)
+        RunKeys(ROOT, 4, 2).extend(grown, list(range(12)), "", count)
     assert grown == base
     assert len(set(base)) == 3
+
+
+def test_keys_of_prefixes_that_end_in_a_run() -> None:
+    keys = RunKeys(ROOT, 6, 2)
+    runs: list[bytes] = []
+    keys.extend(runs, range(15), "s", 2)
+    first, second, third = (keys.ends(runs, range(15), "s", run) for run in range(3))
+    assert [len(ends) for ends in (first, second, third)] == [3, 3, 1]
+    assert [first[-1], second[-1]] == runs
+    assert second[:2] == keys.ends(runs, [*range(10), 99, 98], "s", 1)[:2]
+    assert second[2:] != keys.ends(runs, [*range(10), 99, 98], "s", 1)[2:]
+    assert not {*first} & {*keys.ends(runs, range(15), "t", 0)}
+    parts = [state_key(end, part) for end in (*first, *second) for part in range(3)]
+    assert len({*parts, *first, *second, *third}) == len(parts) + 7
 
 
 def test_runs_hold_whole_pages() -> None:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from engines import finish_all, request
+from prefix_engines import NATIVE, PROMPT, RUN_TOKENS, ask, start, stop, wait_until_stored
 from proa.cache import keys
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
-from proa.engine.building.load import load_engine
-from proa.engine.engine import Engine
 from proa.errors import UsageError
-from proa.types import TokenLogprob
 from quick_plan import prepare
 from tiny import make_tiny
 
-NATIVE = {"dtype": "bfloat16", "gpu": "none"}
 TORCH = {"dtype": "float32", "gpu": "none", "threads": 1}
 SIM = {"dtype": "bfloat16", "gpu": "sim:256MiB", "gpu_experts": "3"}
 GPU = {"dtype": "bfloat16", "gpu": "0", "gpu_experts": "3"}
@@ -34,53 +28,20 @@ CASES = [
     pytest.param("qwen3-moe", TORCH, id="torch"),
     pytest.param("qwen3-moe", TORCH | {"deterministic": True}, id="torch-deterministic"),
     pytest.param("qwen3-moe", SIM, id="sim"),
+    pytest.param("qwen3-next", NATIVE, id="states"),
+    pytest.param("qwen3-next", NATIVE | {"deterministic": True}, id="states-deterministic"),
+    pytest.param("qwen3-next", TORCH, id="states-torch"),
+    pytest.param("qwen3-next", SIM, id="states-sim"),
     pytest.param("qwen3-moe", GPU, id="cuda", marks=pytest.mark.gpu),
     pytest.param("qwen3-moe", GPU | {"deterministic": True}, id="cuda-deterministic", marks=pytest.mark.gpu),
     pytest.param("deepseek-v3", GPU, id="cuda-latents", marks=pytest.mark.gpu),
+    pytest.param("qwen3-next", GPU, id="cuda-states", marks=pytest.mark.gpu),
 ]
-PROMPT = [(7 * i * i + 3) % 97 + 1 for i in range(389)]
-RUN_TOKENS = 32
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "RUN_TOKENS", RUN_TOKENS)
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    cached_tokens: int
-
-
-def start(model: Path, folder: Path, **options: Any) -> Engine:
-    asked = {
-        "context": 512, "max_batch_tokens": 64, "threads": 2, "cpu_binding": "none", "prefix_cache_dir": str(folder),
-        "prefix_cache_disk": 1 << 30, **options,
-    }  # fmt: skip
-    plan = prepare(str(model), from_keywords(EngineOptions, **asked)).plan
-    return load_engine(plan, lambda loading: None)[0]
-
-
-def ask(engine: Engine, name: str, tokens: list[int] = PROMPT, **wishes: object) -> Answer:
-    engine.submit(msgspec.structs.replace(request(name, tokens, 6, logprobs=3), **wishes))
-    events = finish_all(engine)[name]
-    cached = next(event.cached_tokens for event in events if event.cached_tokens is not None)
-    return Answer([t for e in events for t in e.tokens], [p for e in events for p in e.logprobs or ()], cached)
-
-
-def wait_until_stored(engine: Engine) -> None:
-    end = time.monotonic() + 20
-    while engine.keep_up():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    engine.scheduler.check()
-
-
-def stop(engine: Engine) -> None:
-    wait_until_stored(engine)
-    engine.settle()
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -192,7 +153,7 @@ def test_a_full_folder_keeps_the_latest(tmp_path: Path) -> None:
     model, folder = make_tiny("qwen3-moe", tmp_path / "model"), tmp_path / "cache"
     first = start(model, folder, **NATIVE, prefix_cache_disk=300_000)
     ask(first, "a")
-    ask(first, "b", PROMPT[::-1])
+    ask(first, "b", [token % 97 + 1 for token in PROMPT])
     stop(first)
     assert 0 < sum(file.stat().st_size for file in folder.iterdir()) <= 300_000
 
@@ -213,7 +174,10 @@ def test_incomplete_options_are_refused(options: dict[str, Any], message: str, t
 
 @pytest.mark.parametrize(
     ("name", "options", "why"),
-    [("qwen3-next", {}, "recurrent states"), ("qwen3-moe", {"prefix_cache": False}, "the prefix cache is off")],
+    [
+        ("qwen3-next", {"prefix_cache": False}, "is off"),
+        ("qwen3-moe", {"prefix_cache": False}, "the prefix cache is off"),
+    ],
 )
 def test_the_table_says_why_there_are_no_files(name: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model")

@@ -28,10 +28,12 @@ CASES = [
     pytest.param("qwen3-moe", SIM, id="sim"),
     pytest.param("qwen3-moe", SIM | {"deterministic": True}, id="sim-deterministic"),
     pytest.param("deepseek-v3", SIM, id="sim-latents"),
+    pytest.param("qwen3-next", SIM, id="sim-states"),
     pytest.param("qwen3-moe", GPU, id="cuda", marks=pytest.mark.gpu),
     pytest.param("qwen3-moe", GPU | {"deterministic": True}, id="cuda-deterministic", marks=pytest.mark.gpu),
     pytest.param("qwen3-moe", GPU | {"kv_dtype": "fp8"}, id="cuda-fp8-kv", marks=pytest.mark.gpu),
     pytest.param("deepseek-v3", GPU, id="cuda-latents", marks=pytest.mark.gpu),
+    pytest.param("qwen3-next", GPU, id="cuda-states", marks=pytest.mark.gpu),
 ]
 PROMPTS = {name: [(k * i * i + 3) % 97 + 1 for i in range(389)] for name, k in (("A", 7), ("B", 11), ("C", 13))}
 
@@ -102,7 +104,9 @@ def test_prompts_that_alternate_come_from_ram(name: str, options: dict[str, Any]
         assert again.logprobs == first.logprobs
     assert stats.prefix_ram.restored_pages >= 384 // 16 - 1  # a page may be left in VRAM
     assert stats.prefix_ram.restored_bytes > 0
-    assert stats.prefix_ram.written_runs == 3 * 384 // RUN_TOKENS
+    assert engine._tiers is not None
+    assert stats.prefix_ram.written_runs == 3 * (384 // RUN_TOKENS + engine._tiers.state_parts)
+    assert (engine._tiers.state_parts > 0) == (name == "qwen3-next")
     assert stats.prefix_ram.stored_bytes > 0
     assert stats.prefix_files.restored_pages == 0
 

@@ -52,7 +52,7 @@ def make_engine(random: Random) -> FakeEngine:
     )
     phases = None if lookahead or random.random() < 0.6 else fixed_phases(random, limits)
     turns = phases is not None or random.random() < 0.7
-    tiers = make_tiers(random, page_tokens) if with_cache and not copies and random.random() < 0.5 else None
+    tiers = make_tiers(random, page_tokens) if with_cache and random.random() < (0.9 if copies else 0.5) else None
     return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases, tiers=tiers)
 
 
@@ -133,6 +133,8 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
             fake.tiers.advance(patience)
             if fake.cache and random.random() < 0.3:
                 fake.cache.evict(random.randint(1, 20))
+            if fake.copies and random.random() < 0.3 and (slot := fake.copies.take()) is not None:
+                fake.copies.give_back(slot)
         fake.scheduler.check()
     while fake.plans:
         fake.finish(fake.plans[0])
@@ -143,7 +145,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
 @pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = beside = over = copied = restored = most = 0
+    finished = preempted = cached = aborted = ahead = beside = over = copied = restored = states = most = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
@@ -158,7 +160,8 @@ def test_seeded_schedules(block: int) -> None:
         copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
         restored += fake.tiers.restored_pages if fake.tiers else 0
-    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, 20 * over, copied, 6 * restored)
+        states += fake.tiers.restored_states if fake.tiers else 0
+    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, 20 * over, copied, 6 * restored, 50 * states)
     assert min(counts) > per_block, "the schedules exercise too little"
     assert most >= 3
 

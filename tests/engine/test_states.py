@@ -125,6 +125,29 @@ def fill(cache: PrefixCache, allocator: PageAllocator, keys: str, *copied: int) 
     return node
 
 
+def test_a_locked_copy_is_not_evicted() -> None:
+    copies = filled(2)
+    slot_b = copies.slot("b")
+    copies.lock("a")
+    assert copies.take() == slot_b
+    assert copies.slot("a") is not None
+    assert copies.take() is None, "one slot is reserved, the other one locked"
+    copies.unlock("a")
+    assert copies.take() is not None
+
+
+def test_slots_to_avoid_are_not_taken() -> None:
+    copies = filled(3)
+    slot_a, slot_b = copies.slot("a"), copies.slot("b")
+    assert slot_a is not None
+    assert slot_b is not None
+    assert copies.take({slot_a}) == slot_b
+    copies.give_back(slot_b)
+    assert copies.take({slot_b, slot_a}) not in (slot_a, slot_b, None)
+    assert copies.take({slot_a, slot_b}) is None
+    assert copies.take({slot_a}) == slot_b
+
+
 @pytest.mark.parametrize(
     ("asked", "depth", "known"),
     [("abcde", 4, 5), ("abcd", 4, 4), ("abc", 2, 3), ("abx", 2, 2), ("a", 0, 1), ("", 0, 0)],
@@ -133,7 +156,7 @@ def test_a_prompt_goes_on_from_a_copy_only(asked: str, depth: int, known: int) -
     cache, allocator, _ = make()
     fill(cache, allocator, "abcde", 2, 4)
     match = cache.match(asked)
-    assert (match.node.depth, len(match.pages), match.num_idle, match.num_known) == (depth, depth, depth, known)
+    assert (match.node.depth, len(match.pages), match.num_idle, match.known.depth) == (depth, depth, depth, known)
 
 
 def test_idle_pages_are_those_up_to_the_copy() -> None:

@@ -12,6 +12,7 @@ from examples import examples
 from proa.config.options import CacheOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Gpu
+from proa.plan import state_copies
 from proa.plan.plan import Plan
 from unit import test_resolve as on_cpu
 from unit.plan_cases import NEXT
@@ -79,8 +80,6 @@ def test_a_size_is_taken_before_experts_are_placed() -> None:
         ({"prefix_cache_ram": GIB}, QWEN3_30B, [], "the KV cache lies in RAM already: see --kv-memory"),
         ({"prefix_cache": False}, QWEN3_30B, [gpu(80)], "the prefix cache is off"),
         ({"prefix_cache": False, "prefix_cache_ram": GIB}, QWEN3_30B, [gpu(80)], "the prefix cache is off"),
-        ({"prefix_cache_ram": GIB}, NEXT, [gpu(80)], "recurrent states are not kept in RAM"),
-        ({}, NEXT, [gpu(80)], "recurrent states are not kept in RAM"),
         ({"gpu": "sim:64GiB"}, QWEN3_30B, [], "a simulated GPU's KV cache lies in RAM already"),
     ],
 )
@@ -89,6 +88,52 @@ def test_the_row_says_why_there_is_none(asked: dict[str, Any], spec: Any, gpus: 
     assert tier(got) == 0
     assert row(got, ROW)[1] == "none"
     assert row(got, ROW)[2].startswith(why)
+
+
+STATES = 14 * 256 * NEXT.kv_bytes_per_token(2)  # 73.6 MiB in 13 parts of 6 MiB, and the pages behind the last run
+
+
+def test_the_row_says_what_a_copy_of_states_takes() -> None:
+    got = plan(NEXT, machine(512, gpu(80)))
+    assert tier(got) > 0
+    assert row(got, ROW)[2].endswith("; a copy of states takes 84.0 MiB, as 3584 tokens do")
+    assert STATES == 84 << 20
+
+
+def test_states_are_part_of_the_least_size() -> None:
+    least = 4 * 256 * NEXT.kv_bytes_per_token(2) + STATES
+    with pytest.raises(UsageError, match="is too small: 1024 tokens and a copy of states of some/model"):
+        plan(NEXT, machine(512, gpu(80)), prefix_cache_ram=least - 1)
+    assert tier(plan(NEXT, machine(512, gpu(80)), prefix_cache_ram=least)) == least
+
+
+@pytest.mark.parametrize("asked", [None, GIB])
+def test_a_model_without_room_for_a_copy_keeps_nothing(asked: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without copies there is no prefix cache, and the RAM that was asked for stays free."""
+    monkeypatch.setattr(state_copies, "SHARE_OF_REST", 1 << 30)
+    bare, got = (plan(NEXT, machine(512, gpu(80)), prefix_cache_ram=size) for size in (0, asked))
+    assert not got.prefix_cache
+    assert (tier(got), row(got, ROW)[1]) == (0, "none")
+    assert row(got, ROW)[2] == "there are no copies of states, so the prefix cache is off"
+    assert got.memory.usable_bytes == bare.memory.usable_bytes
+
+
+def test_no_room_for_a_copy_keeps_no_files() -> None:
+    files = {"prefix_cache_dir": "/x", "prefix_cache_disk": GIB}
+    for free_gib, kept in ((190, True), (151, False)):
+        got = on_cpu.plan(NEXT, on_cpu.machine(free_gib, 192), **files)
+        assert (got.prefix_cache, got.prefix_files is not None) == (kept, kept)
+        assert row(got, "prefix cache files")[1:] == (
+            ("1.00 GiB", "in /x; written behind the steps, 18.0 MiB of RAM for buffers; a copy of states takes 84.0 "
+             "MiB, as 3584 tokens do")
+            if kept else ("none", "there are no copies of states, so the prefix cache is off")
+        )  # fmt: skip
+
+
+def test_files_hold_at_least_a_run_and_a_copy_of_states() -> None:
+    files = {"prefix_cache_dir": "/x", "prefix_cache_disk": 80 << 20}
+    with pytest.raises(UsageError, match="too small: 256 tokens and a copy of states of some/model take 90"):
+        on_cpu.plan(NEXT, on_cpu.machine(190, 192), **files)
 
 
 def test_a_simulated_gpu_has_one_by_size() -> None:
@@ -129,7 +174,7 @@ def test_a_model_that_does_not_fit_is_refused_for_itself() -> None:
         ({"prefix_cache_ram": 0, "prefix_cache_dir": "/x", "prefix_cache_disk": GIB}, QWEN3_30B, 78),
         ({}, DENSE, 66),
         ({"page_tokens": 256}, QWEN3_30B, 78),
-        ({}, NEXT, 0),
+        ({}, NEXT, 66),
     ],
 )
 def test_the_copies_of_pages_are_counted_in_vram(asked: dict[str, Any], spec: Any, mib: int) -> None:

@@ -43,13 +43,13 @@ class PrefixNode:
 class PrefixMatch:
     """The longest reusable prefix. `num_idle` of its pages count as evictable until `node` is locked.
 
-    num_known: pages of the prompt in the tree, including those behind `node`, which lack a copy of states.
+    known: the deepest node of the prompt in the tree: `node`, or one behind it without a copy of states.
     """
 
     node: PrefixNode
     pages: list[int]
     num_idle: int
-    num_known: int
+    known: PrefixNode
 
 
 class PrefixCache:
@@ -110,11 +110,11 @@ class PrefixCache:
             node = child
             pages.append(node.page)
             num_idle += node.busy == 0
-        num_known = len(pages)
+        known = node
         while self.copies is not None and node.parent is not None and node not in self.copies:
             num_idle -= node.busy == 0
             node = node.parent
-        return PrefixMatch(node, pages[: node.depth], num_idle, num_known)
+        return PrefixMatch(node, pages[: node.depth], num_idle, known)
 
     def lock(self, node: PrefixNode) -> None:
         """Protect the path from the root to `node` from eviction until it is unlocked as often as locked."""

@@ -18,7 +18,7 @@ class StateCopies:
     it.
 
     Eviction order: first copies that only the sequence that made them has used and that it has replaced by a later one,
-    then the least recently used.
+    then the least recently used. A locked copy is not evicted.
     """
 
     def __init__(self, first_slot: int, num_slots: int) -> None:
@@ -29,6 +29,7 @@ class StateCopies:
         self._free = list(reversed(self._slots))
         self._held: OrderedDict[Hashable, int] = OrderedDict()  # node -> slot, in the order of eviction
         self._used: set[Hashable] = set()  # nodes whose copy a request has continued from
+        self._locked: set[Hashable] = set()  # nodes whose copy is being read by other threads
 
     def __contains__(self, node: object) -> bool:
         return node in self._held
@@ -38,11 +39,16 @@ class StateCopies:
         """The nodes that have a copy."""
         return self._held.keys()
 
-    def take(self) -> int | None:
-        """Reserve a slot to copy into: a free one, else that of the evicted copy; None if all are reserved."""
-        if not self._free and self._held:
-            self.drop(next(iter(self._held)))
-        return self._free.pop() if self._free else None
+    def take(self, avoid: Set[int] = frozenset()) -> int | None:
+        """Reserve a slot to copy into, none of `avoid`: a free one, else that of the evicted copy; None if there is
+        none."""
+        if all(slot in avoid for slot in self._free):
+            node = next((n for n, slot in self._held.items() if n not in self._locked and slot not in avoid), None)
+            if node is None:
+                return None
+            self.drop(node)
+        at = next(at for at in reversed(range(len(self._free))) if self._free[at] not in avoid)
+        return self._free.pop(at)
 
     def give_back(self, slot: int) -> None:
         """Return a reserved slot unused."""
@@ -63,13 +69,25 @@ class StateCopies:
         self._used.add(node)
         return self._held[node]
 
+    def slot(self, node: Hashable) -> int | None:
+        """The slot of the node's copy, if it has one; does not count as a use."""
+        return self._held.get(node)
+
+    def lock(self, node: Hashable) -> None:
+        """Protect the node's copy from eviction until `unlock`. The node itself must be locked in the tree."""
+        self._locked.add(node)
+
+    def unlock(self, node: Hashable) -> None:
+        """Undo `lock`."""
+        self._locked.remove(node)
+
     def pass_by(self, node: Hashable) -> None:
         """Evict this copy next, because its sequence has a later one; unless a request has continued from it."""
         if node in self._held and node not in self._used:
             self._held.move_to_end(node, last=False)
 
     def drop(self, node: Hashable) -> None:
-        """Drop the node's copy, if it has one."""
+        """Drop the node's copy, if it has one, which must not be locked."""
         slot = self._held.pop(node, None)
         self._used.discard(node)
         if slot is not None:
@@ -82,3 +100,5 @@ class StateCopies:
             raise IntegrityError(f"the slots of copied states are {known}, but should be {list(self._slots)}")
         if not self._used <= self._held.keys():
             raise IntegrityError("a node without a copy of states is marked as used")
+        if not self._locked <= self._held.keys():
+            raise IntegrityError("a locked copy of states was dropped")

@@ -102,16 +102,17 @@ class CacheOptions:
     prefix_cache: bool = option(True, help="reuse the KV cache of prompts with a common prefix")
     prefix_cache_ram: int | None = option(
         None,
-        help="RAM for KV pages that VRAM has no room for, so that prompts whose prefix they hold are not computed "
-        "again; 0: none; default: with a GPU, what is left of RAM, at most 8 times the KV cache in VRAM and a quarter "
-        "of the free RAM",
+        help="RAM for KV pages and copies of recurrent states that VRAM has no room for, so that prompts whose prefix "
+        "they hold are not computed again; 0: none; default: with a GPU, what is left of RAM, at most 8 times the KV "
+        "cache in VRAM and a quarter of the free RAM",
         metavar="SIZE",
         kind="size",
         low=0,
     )
     prefix_cache_dir: str | None = option(
         None,
-        help="folder to keep the KV cache of prompts and answers in, also after a restart; needs --prefix-cache-disk; "
+        help="folder to keep the KV cache of prompts and answers in, with copies of recurrent states, also after a "
+        "restart; needs --prefix-cache-disk; "
         "its files contain what users wrote, and only their owner may read them; engines may share it",
         metavar="PATH",
     )

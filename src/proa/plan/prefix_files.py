@@ -1,19 +1,21 @@
-"""Whether the prefix cache keeps KV pages in files (--prefix-cache-dir, --prefix-cache-disk). Never: opening them."""
+"""Whether the prefix cache is kept in files (--prefix-cache-dir, --prefix-cache-disk). Never: opening them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proa.cache.keys import run_pages
 from proa.config.options import EngineOptions
 from proa.errors import UsageError
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
+from proa.plan.entries import entries
 from proa.plan.plan import PrefixFiles
 from proa.types import Decision
 
-BUFFERS = 3  # of a run each, in RAM: of the threads that write and read (engine/executors/page_tiers.py)
+BUFFERS = 3  # of an entry each, in RAM: of the threads that write and read (engine/executors/page_tiers.py)
 HEADER_BYTES = 4096  # more than the header of a file
+
+_ROW = "prefix cache files"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class FilesAsked:
 
 
 def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked:
-    """Raises UsageError if only one of both options is given, or one run of pages does not fit."""
+    """Raises UsageError if only one of both options is given, or one run of pages, with a copy of states if the model
+    has them, does not fit."""
     folder, limit = options.cache.prefix_cache_dir, options.cache.prefix_cache_disk
     if folder is None and limit is None:
         return FilesAsked(None)
@@ -37,20 +40,30 @@ def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked
             f"Add {missing}, or leave both out.",
             param="prefix_cache_dir" if folder is None else "prefix_cache_disk",
         )
-    run_bytes = run_pages(need.page_tokens) * need.page_bytes
-    word, row = format_bytes(limit), "prefix cache files"
+    word = format_bytes(limit)
     if not options.cache.prefix_cache:
-        return FilesAsked(None, (Decision(row, word, "none", "the prefix cache is off"),))
-    if need.copy_bytes:
-        why = "recurrent states are not kept in files, and prompts cannot continue without them"
-        return FilesAsked(None, (Decision(row, word, "none", why),))
-    if limit < run_bytes + HEADER_BYTES:
-        tokens = run_pages(need.page_tokens) * need.page_tokens
+        return _none(word, "the prefix cache is off")
+    if not need.page_bytes:
+        return _none(word, "the model has no KV pages")
+    size = entries(need)
+    least = (1 + size.state_runs) * (size.run_bytes + HEADER_BYTES)
+    if limit < least:
         raise UsageError(
-            f"--prefix-cache-disk {word} is too small: {tokens} tokens of {model} take {format_bytes(run_bytes)}.",
-            f"Use at least {format_bytes(2 * run_bytes + HEADER_BYTES)}.",
+            f"--prefix-cache-disk {word} is too small: {size.words(1)} of {model} take {format_bytes(least)}.",
+            f"Use at least {format_bytes(2 * least)}.",
             param="prefix_cache_disk",
         )
-    buffers = BUFFERS * run_bytes
-    why = f"in {folder}; written behind the steps, {format_bytes(buffers)} of RAM for buffers"
-    return FilesAsked(PrefixFiles(folder, limit), (Decision(row, word, word, why),), buffers)
+    buffers = BUFFERS * size.run_bytes
+    why = f"in {folder}; written behind the steps, {format_bytes(buffers)} of RAM for buffers{size.note}"
+    return FilesAsked(PrefixFiles(folder, limit), (Decision(_ROW, word, word, why),), buffers)
+
+
+def without_copies(asked: FilesAsked, copies: int, need: Demand) -> FilesAsked:
+    """No files if the plan has no copy of states that prompts could continue from."""
+    if asked.files is None or copies or not need.copy_bytes:
+        return asked
+    return _none(format_bytes(asked.files.limit_bytes), "there are no copies of states, so the prefix cache is off")
+
+
+def _none(word: str, why: str) -> FilesAsked:
+    return FilesAsked(None, (Decision(_ROW, word, "none", why),))

@@ -1,4 +1,4 @@
-"""How much RAM keeps KV pages behind those in VRAM (--prefix-cache-ram). Never: allocating it.
+"""How much RAM keeps the prefix cache behind that in VRAM (--prefix-cache-ram). Never: allocating it.
 
 A size that was asked for is set aside before experts are placed; `auto` takes what the placement leaves.
 """
@@ -9,24 +9,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from proa.cache.keys import run_pages
 from proa.errors import UsageError
 from proa.machine.machine import Gpu
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
+from proa.plan.entries import Entries, entries
 from proa.plan.fit import Case, size_flag
 from proa.plan.plan import MemoryBudget
 from proa.plan.prefix_files import BUFFERS
 from proa.types import Decision
 
-LEAST_RUNS = 4  # with less room there is no tier
+LEAST_RUNS = 4  # with less room there is no tier; and a copy of states, if the model has them
 MOST_OF_KV, SHARE_OF_FREE = 8, 4  # auto: at most so many times the KV cache in VRAM, and 1/4 of the free RAM
 
 # torch takes memory from CUDA in segments: of 2 MiB for blocks up to 1 MiB, of 20 MiB for blocks up to 10 MiB.
 SMALL_BYTES, SMALL_SEGMENT_BYTES, MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 1 << 20, 2 << 20, 10 << 20, 20 << 20
 
 _ROW = "prefix cache in RAM"
+_NO_COPIES = "there are no copies of states, so the prefix cache is off"
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,14 @@ class RamTier:
 
 def bytes_aside(case: Case) -> int:
     """RAM that an explicit --prefix-cache-ram takes of a GPU's plan; 0 for auto, and if no pages can be kept. Raises
-    UsageError if it holds fewer than LEAST_RUNS runs."""
+    UsageError if it holds fewer than LEAST_RUNS runs and a copy of states."""
     asked = case.options.cache.prefix_cache_ram
     if not asked or _hindrance(case):
         return 0
-    run_bytes, run_tokens = _run(case.need)
-    if asked < LEAST_RUNS * run_bytes:
-        least = LEAST_RUNS * run_bytes
+    size = entries(case.need)
+    if asked < (least := _least_bytes(size)):
         raise UsageError(
-            f"--prefix-cache-ram {format_bytes(asked)} is too small: {LEAST_RUNS * run_tokens} tokens of {case.model}, "
+            f"--prefix-cache-ram {format_bytes(asked)} is too small: {size.words(LEAST_RUNS)} of {case.model}, "
             f"the least that is kept, take {format_bytes(least)}.",
             f"Use --prefix-cache-ram {size_flag(least)} or more, or 0 for none.",
             param="prefix_cache_ram",
@@ -55,18 +55,22 @@ def bytes_aside(case: Case) -> int:
     return asked
 
 
-def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int) -> RamTier:
-    """Add the tier to the RAM of a plan that was made with `bytes_aside` less. kv_bytes: the KV cache in VRAM."""
+def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int, copies: int) -> RamTier:
+    """Add the tier to the RAM of a plan that was made with `bytes_aside` less. kv_bytes: the KV cache in VRAM. copies:
+    of recurrent states, there."""
     aside, asked = bytes_aside(case), case.options.cache.prefix_cache_ram
-    run_bytes, run_tokens = _run(case.need)
+    if aside and case.need.copy_bytes and not copies:
+        memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside)
+        return RamTier(memory, _none(case, _NO_COPIES))
     if aside:
         row = _row(case, aside, f"as asked, {_pinned(gpu)}")
         memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside, prefix_cache_bytes=aside)
         return RamTier(memory, row)
     if asked == 0:
         return RamTier(memory, _none(case, "as asked"))
-    if why := _hindrance(case):
+    if why := _hindrance(case) or (_NO_COPIES if case.need.copy_bytes and not copies else ""):
         return RamTier(memory, _none(case, why))
+    size = entries(case.need)
     if gpu.simulated:
         why = "a simulated GPU's KV cache lies in RAM already; with a size it is kept all the same"
         return RamTier(memory, _none(case, why))
@@ -77,9 +81,9 @@ def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int) -> RamT
     }
     limit = min(limits, key=lambda name: limits[name])
     got = limits[limit]
-    if got < LEAST_RUNS * run_bytes:
-        why = f"no room: {limit} is {format_bytes(max(0, got))}, and {LEAST_RUNS * run_tokens} tokens take "
-        return RamTier(memory, _none(case, f"{why}{format_bytes(LEAST_RUNS * run_bytes)}"))
+    if got < (least := _least_bytes(size)):
+        why = f"no room: {limit} is {format_bytes(max(0, got))}, and {size.words(LEAST_RUNS)} take "
+        return RamTier(memory, _none(case, f"{why}{format_bytes(least)}"))
     return RamTier(msgspec.structs.replace(memory, prefix_cache_bytes=got), _row(case, got, f"{limit}, {_pinned(gpu)}"))
 
 
@@ -94,7 +98,7 @@ def none_on_cpu(case: Case) -> Decision:
 def too_large(case: Case, memory: MemoryBudget) -> UsageError:
     """The error for an explicit size without which the plan is possible. memory: of the plan without it."""
     asked, left = case.options.cache.prefix_cache_ram or 0, memory.usable_bytes - memory.used_bytes
-    fits = left >= LEAST_RUNS * _run(case.need)[0]
+    fits = left >= _least_bytes(entries(case.need))
     return UsageError(
         f"--prefix-cache-ram {format_bytes(asked)} does not fit: of {format_bytes(memory.usable_bytes)} usable RAM, "
         f"{case.model} leaves {format_bytes(max(0, left))}.",
@@ -105,29 +109,26 @@ def too_large(case: Case, memory: MemoryBudget) -> UsageError:
 
 def copies_bytes(case: Case, need: Demand, spec: Model, kv_elem_bytes: int) -> int:
     """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: a run, and page
-    numbers."""
+    numbers. Copies of states need none."""
     asked = case.options.cache
-    if not asked.prefix_cache or need.copy_bytes or (asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None):
+    none = asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None
+    if none or not asked.prefix_cache or not need.page_bytes:
         return 0
-    run = _run(need)[0]
+    run = entries(need).run_bytes
     if run <= SMALL_BYTES:
         return BUFFERS * SMALL_SEGMENT_BYTES
     medium = MEDIUM_SEGMENT_BYTES if run <= MEDIUM_BYTES else -(-run // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
     return BUFFERS * (SMALL_SEGMENT_BYTES + medium)
 
 
-def _run(need: Demand) -> tuple[int, int]:
-    """Bytes and tokens of a run of pages."""
-    pages = run_pages(need.page_tokens)
-    return pages * need.page_bytes, pages * need.page_tokens
+def _least_bytes(size: Entries) -> int:
+    return LEAST_RUNS * size.run_bytes + size.state_bytes
 
 
 def _hindrance(case: Case) -> str:
     """Why no pages are kept, whatever was asked for; empty: nothing hinders."""
     if not case.options.cache.prefix_cache:
         return "the prefix cache is off"
-    if case.need.copy_bytes:
-        return "recurrent states are not kept in RAM, and prompts cannot continue without them"
     return "" if case.need.page_bytes else "the model has no KV pages"
 
 
@@ -142,8 +143,9 @@ def _word(case: Case) -> str:
 
 
 def _row(case: Case, got: int, why: str) -> Decision:
-    run_bytes, run_tokens = _run(case.need)
-    return Decision(_ROW, _word(case), f"{format_bytes(got)}: {got // run_bytes * run_tokens} tokens", why)
+    size = entries(case.need)
+    tokens = got // size.run_bytes * size.run_tokens
+    return Decision(_ROW, _word(case), f"{format_bytes(got)}: {tokens} tokens", f"{why}{size.note}")
 
 
 def _none(case: Case, why: str) -> Decision:

@@ -31,7 +31,7 @@ from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import PackedSize, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
-from proa.plan.prefix_files import prefix_files
+from proa.plan.prefix_files import prefix_files, without_copies
 from proa.plan.prefix_ram import bytes_aside, none_on_cpu, too_large, with_tier
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
@@ -74,6 +74,7 @@ def resolve(
     case = Case(model, spec, options, dtype, need, machine, usable_bytes - files.buffer_bytes,
                 kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
+    files = without_copies(files, placed.need.copies, need)
     limit, limit_row = gap_limit(asked, asked_limit, placed.gpu, placed.roof)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
@@ -191,7 +192,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
     """batch_tokens: as asked, or the shortest steps."""
     got, batch_tokens = _split_beside_tier(case, gpu, batch_tokens)
-    tier = with_tier(case, gpu, got.memory, got.gpu.vram.kv_bytes)
+    tier = with_tier(case, gpu, got.memory, got.gpu.vram.kv_bytes, got.need.copies)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)

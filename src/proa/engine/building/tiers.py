@@ -1,5 +1,5 @@
-"""Makes the tiers behind the prefix cache, and the root of their keys: all that KV depends on but the tokens. Never:
-decisions."""
+"""Makes the tiers behind the prefix cache, and the root of their keys: all that KV and recurrent states depend on but
+the tokens. Never: decisions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import msgspec
 from proa.cache.files import LAYOUT, FileStore
 from proa.cache.keys import run_pages
 from proa.cache.ram import RamStore
-from proa.engine.executors.page_copies import PageCopies
-from proa.engine.executors.page_tiers import PageTiers
+from proa.engine.executors.page_tiers import EntryCopies, PageTiers
 from proa.engine.executors.run_buffers import RunBuffers
+from proa.engine.executors.state_parts import states_layout
 from proa.obs.version import proa_version
 from proa.ops.caches import Caches
 from proa.plan.plan import Plan
@@ -42,25 +42,26 @@ def new_tiers(
     if planned is None and not ram_bytes:
         return None
     size = num_run_pages or run_pages(plan.page_tokens)
-    new_copies = partial(PageCopies, caches, size)
+    new_copies = partial(EntryCopies, caches, size)
     root, files, ram = os.urandom(ROOT_BYTES), None, None
     if planned is not None:  # files outlive the process, so their root covers all that they depend on
-        root = tiers_root(plan, checkpoint)
+        root = tiers_root(plan, checkpoint, states_layout(caches))
         files = FileStore(Path(planned.folder), root, planned.limit_bytes)
     if ram_bytes:
         copies = new_copies()
-        ram = RamStore(ram_bytes, RunBuffers(copies.run_bytes, copies.device))
+        ram = RamStore(ram_bytes, RunBuffers(copies.nbytes, copies.device))
     return PageTiers(root, size, new_copies, cpus, files, ram)
 
 
-def tiers_root(plan: Plan, checkpoint: Checkpoint) -> bytes:
-    """A hash of the versions, the model, the KV type and the size of a run. With --deterministic also of the plan: bits
-    are promised only for the same plan on the same machine."""
+def tiers_root(plan: Plan, checkpoint: Checkpoint, states: list[list[object]]) -> bytes:
+    """A hash of the versions, the model, the types of KV and states, and the size of a run. With --deterministic also
+    of the plan: bits are promised only for the same plan on the same machine. states: their layout."""
     gpu = plan.gpu
     parts: dict[str, Any] = {
         "versions": [proa_version(), LAYOUT],
         "model": fingerprint(checkpoint),
         "types": [plan.dtype, plan.kv_dtype, gpu is not None and gpu.fp8_activations],
+        "states": states,
         "run": [plan.page_tokens, run_pages(plan.page_tokens)],
         "random": [plan.dummy_seed, plan.dummy_router, plan.dummy_format] if plan.load_format == "dummy" else [],
         "plan": _bits(plan) if plan.deterministic else None,

@@ -75,10 +75,15 @@ class PageCopies:
 
     @torch.inference_mode()
     def read(self, pages: Sequence[int], into: Tensor) -> None:
-        """Copy a run of pages to `into`, a buffer as new_buffer makes them; returns when they are there."""
+        """Copy a run of pages, or the beginning of one, to `into`, a buffer as new_buffer makes them; returns when they
+        are there."""
         with torch.cuda.stream(self._stream):
             at, run = self._numbers(pages), self._near(into)
-            self._gather(lambda: self._read_rows(at, run))
+            if len(pages) == self._run_pages:
+                self._gather(lambda: self._read_rows(at, run))
+            else:
+                run.zero_()
+                self._read_rows(at, run)
             if run is not into:
                 into.copy_(run, non_blocking=True)
         self._finish()
@@ -98,7 +103,7 @@ class PageCopies:
 
     def _read_rows(self, at: Tensor, run: Tensor) -> None:
         for rows, part in zip(self._rows, self._parts(run), strict=True):
-            torch.index_select(rows, 0, at, out=part)
+            torch.index_select(rows, 0, at, out=part[: len(at)])
 
     def _write_rows(self, at: Tensor, run: Tensor, first: int) -> None:
         for rows, part in zip(self._rows, self._parts(run), strict=True):

@@ -1,9 +1,9 @@
-"""Stores runs of KV pages in RAM and in files and restores them, by threads beside the engine's. Never: which runs,
-requests.
+"""Stores KV pages and copies of recurrent states in RAM and in files and restores them, by threads beside the engine's.
+Never: which ones, requests.
 
 One thread writes, with a low priority, so that workers that compute come first; several read, so that one can copy
-into the KV cache while another waits for the disk. None of them is bound to a CPU of its own. A run in RAM is copied
-between its buffer and the pages without a copy between.
+into the caches while another waits for the disk. None of them is bound to a CPU of its own. An entry in RAM is copied
+between its buffer and the caches without a copy between.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
 from proa.engine.executors.page_copies import PageCopies
 from proa.engine.executors.restore_rates import RestoreRates, Tier
-from proa.engine.scheduling.tiers import Restore, Store
+from proa.engine.executors.state_parts import StateParts
+from proa.engine.scheduling.tiers import Entry, Restore, Run, Store
 from proa.engine.stats import PrefixFileStats, PrefixRamStats
+from proa.ops.caches import Caches
 
 log = logging.getLogger(__name__)
 
 READERS = 2
-BUFFERS = READERS + 1  # of a run each, in RAM, if there are files
+BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
 _WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
 
 
@@ -39,11 +41,34 @@ class RunStore(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether runs can be stored now."""
+        """Whether entries can be stored now."""
 
     def has(self, key: bytes) -> bool: ...
 
     def touch(self, key: bytes) -> None: ...
+
+
+class EntryCopies:
+    """Copies entries between the caches and buffers of one size. One object per thread."""
+
+    def __init__(self, caches: Caches, run_pages: int) -> None:
+        """Raises ValueError if no cache has pages."""
+        self._pages = PageCopies(caches, run_pages)
+        self.device, self.nbytes, self.new_buffer = self._pages.device, self._pages.run_bytes, self._pages.new_buffer
+        self._states = StateParts(caches, self.nbytes)
+        self.state_parts = self._states.count
+
+    def read(self, entry: Entry, into: Tensor) -> None:
+        if isinstance(entry, Run):
+            self._pages.read(entry.pages, into)
+        else:
+            self._states.read(entry.slot, entry.number, into)
+
+    def write(self, source: Tensor, entry: Entry) -> None:
+        if isinstance(entry, Run):
+            self._pages.write(source, entry.first, entry.pages)
+        else:
+            self._states.write(source, entry.slot, entry.number)
 
 
 @dataclass
@@ -60,21 +85,22 @@ class PageTiers:
     thread."""
 
     def __init__(
-        self, root: bytes, run_pages: int, new_copies: Callable[[], PageCopies], cpus: Collection[int],
+        self, root: bytes, run_pages: int, new_copies: Callable[[], EntryCopies], cpus: Collection[int],
         files: FileStore | None = None, ram: RamStore | None = None,
     ) -> None:  # fmt: skip
         """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier."""
         self.root, self.run_pages = root, run_pages
         self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
         self._stores: tuple[RunStore, ...] = tuple(store for store in (ram, files) if store is not None)
-        self._run_bytes = new_copies().run_bytes
+        copies = new_copies()
+        self._entry_bytes, self.state_parts = copies.nbytes, copies.state_parts
         self._own = threading.local()
         self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
         self._lock = threading.Lock()
         self._rates = RestoreRates()
         self._restored: dict[Tier, _Restored] = {"ram": _Restored(), "files": _Restored()}
-        self._written: dict[Tier, int] = {"ram": 0, "files": 0}  # runs
+        self._written: dict[Tier, int] = {"ram": 0, "files": 0}  # entries
 
     def has(self, key: bytes) -> bool:
         return any(store.has(key) for store in self._stores)
@@ -88,7 +114,8 @@ class PageTiers:
 
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         in_ram = 0 if self._ram is None else sum(map(self._ram.has, keys))
-        nbytes: dict[Tier, int] = {"ram": in_ram * self._run_bytes, "files": (len(keys) - in_ram) * self._run_bytes}
+        entries: dict[Tier, int] = {"ram": in_ram, "files": len(keys) - in_ram}
+        nbytes = {tier: count * self._entry_bytes for tier, count in entries.items()}
         return self._rates.worthwhile(nbytes, num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
@@ -114,7 +141,7 @@ class PageTiers:
             restore_seconds=restored.seconds,
             refused_restores=self._rates.refused,
             written_files=self._written["files"],
-            written_bytes=self._written["files"] * self._run_bytes,
+            written_bytes=self._written["files"] * self._entry_bytes,
             evicted_files=files.evicted_files if files else 0,
             bad_files=files.bad_files if files else 0,
             failed_writes=files.failed_writes if files else 0,
@@ -129,7 +156,7 @@ class PageTiers:
             restored_bytes=restored.nbytes,
             restore_seconds=restored.seconds,
             written_runs=self._written["ram"],
-            written_bytes=self._written["ram"] * self._run_bytes,
+            written_bytes=self._written["ram"] * self._entry_bytes,
             evicted_runs=ram.evicted_runs if ram else 0,
         )
 
@@ -151,106 +178,105 @@ class PageTiers:
 
     def _store(self, job: Store) -> None:
         try:
-            if self._ram is not None:
-                self._store_in_ram(self._ram, job)
+            for entry in job.entries:
+                if self._ram is not None:
+                    self._store_in_ram(self._ram, entry)
+                if self._files is not None:
+                    self._store_in_file(self._files, entry)
             if self._files is not None:
-                self._store_in_file(self._files, job)
                 self._files.keep_up()
         except Exception:
             log.exception("A part of the prefix cache could not be stored; its tokens will be computed again.")
         finally:
             job.done = True
 
-    def _store_in_ram(self, ram: RamStore, job: Store) -> None:
-        with ram.filling(job.key) as filling:
+    def _store_in_ram(self, ram: RamStore, entry: Entry) -> None:
+        with ram.filling(entry.key) as filling:
             if filling is not None:
-                self._own.copies.read(job.pages, filling.buffer)
+                self._own.copies.read(entry, filling.buffer)
                 filling.full = True
                 self._written["ram"] += 1
 
-    def _store_in_file(self, files: FileStore, job: Store) -> None:
-        if not files.writes or files.has(job.key):
+    def _store_in_file(self, files: FileStore, entry: Entry) -> None:
+        if not files.writes or files.has(entry.key):
             return
-        with self._in_ram(job.key) as buffer:
+        with self._in_ram(entry.key) as buffer:
             if buffer is None:
                 buffer = self._own.buffer
-                self._own.copies.read(job.pages, buffer)
-            if files.write(job.key, _bytes_of(buffer)):
+                self._own.copies.read(entry, buffer)
+            if files.write(entry.key, _bytes_of(buffer)):
                 self._written["files"] += 1
 
-    def read_run(self, key: bytes, first: int, pages: Sequence[int]) -> Tier | None:
-        """Restore the pages [first : first + len(pages)] of a run. Returns where it was; None: it has vanished. Called
-        in a reading thread."""
-        with self._in_ram(key) as buffer:
+    def read_entry(self, entry: Entry) -> Tier | None:
+        """Restore an entry. Returns where it was; None: it has vanished. Called in a reading thread."""
+        with self._in_ram(entry.key) as buffer:
             if buffer is not None:
-                self._own.copies.write(buffer, first, pages)
+                self._own.copies.write(buffer, entry)
                 return "ram"
-        found = self._files is not None and self._read_file(self._files, key, first, pages)
-        return "files" if found else None
+        return "files" if self._files is not None and self._read_file(self._files, entry) else None
 
-    def _read_file(self, files: FileStore, key: bytes, first: int, pages: Sequence[int]) -> bool:
-        """Restore a run from its file, and keep it in RAM if there is room."""
+    def _read_file(self, files: FileStore, entry: Entry) -> bool:
+        """Restore an entry from its file, and keep it in RAM if there is room."""
         if self._ram is None:
-            return self._copy_file(files, key, self._own.buffer, first, pages)
-        with self._ram.filling(key) as filling:
-            buffer = self._own.buffer if filling is None else filling.buffer
-            good = self._copy_file(files, key, buffer, first, pages)
+            return self._copy_file(files, entry, self._own.buffer)
+        with self._ram.filling(entry.key) as filling:
+            good = self._copy_file(files, entry, self._own.buffer if filling is None else filling.buffer)
             if filling is not None:
                 filling.full = good
         return good
 
-    def _copy_file(self, files: FileStore, key: bytes, buffer: Tensor, first: int, pages: Sequence[int]) -> bool:
-        if not files.read(key, _bytes_of(buffer)):
+    def _copy_file(self, files: FileStore, entry: Entry, buffer: Tensor) -> bool:
+        if not files.read(entry.key, _bytes_of(buffer)):
             return False
-        self._own.copies.write(buffer, first, pages)
+        self._own.copies.write(buffer, entry)
         return True
 
     @contextmanager
     def _in_ram(self, key: bytes) -> Iterator[Tensor | None]:
-        """The buffer of a run in RAM, which is not evicted meanwhile; None: it is not there."""
+        """The buffer of an entry in RAM, which is not evicted meanwhile; None: it is not there."""
         if self._ram is None:
             yield None
             return
         with self._ram.reading(key) as buffer:
             yield buffer
 
-    def restored(self, tier: Tier, num_pages: int, num_runs: int, seconds: float) -> None:
+    def restored(self, tier: Tier, entries: Sequence[Entry], seconds: float) -> None:
         """Record how much a restore has read from a tier, and how long that took."""
-        nbytes = num_runs * self._run_bytes
+        nbytes = len(entries) * self._entry_bytes
         with self._lock:
             counts = self._restored[tier]
-            counts.pages += num_pages
+            counts.pages += sum(len(entry.pages) for entry in entries if isinstance(entry, Run))
             counts.nbytes += nbytes
             counts.seconds += seconds
-            if num_runs:
+            if entries:
                 self._rates.restore[tier].add(nbytes, seconds)
 
 
 class _Restoring:
-    """A restore, whose runs the reading threads take one after another."""
+    """A restore, whose entries the reading threads take one after another."""
 
     def __init__(self, tiers: PageTiers, job: Restore) -> None:
         self._tiers, self._job = tiers, job
         self._lock = threading.Lock()
-        self._from: list[Tier | None] = [None] * len(job.keys)
+        self._from: list[Tier | None] = [None] * len(job.entries)
         self._busy_s: dict[Tier, float] = {"ram": 0.0, "files": 0.0}  # of threads
-        self._left = len(job.keys)
+        self._left = len(job.entries)
         self._failed = False
         self._began_s: float | None = None
 
     def submit_to(self, readers: ThreadPoolExecutor) -> None:
-        for run in range(len(self._job.keys)):
-            readers.submit(self._read, run)
+        for number in range(len(self._job.entries)):
+            readers.submit(self._read, number)
 
-    def _read(self, run: int) -> None:
+    def _read(self, number: int) -> None:
         began_s = time.perf_counter()
         self._began_s = self._began_s or began_s
         try:
             if not self._failed:
-                self._from[run] = self._tiers.read_run(self._job.keys[run], *self._wanted(run))
+                self._from[number] = self._tiers.read_entry(self._job.entries[number])
         except Exception:
             log.exception("A part of the prefix cache could not be restored; its tokens are computed again.")
-        tier, ended_s = self._from[run], time.perf_counter()
+        tier, ended_s = self._from[number], time.perf_counter()
         self._failed = self._failed or tier is None
         with self._lock:
             if tier is not None:
@@ -260,22 +286,15 @@ class _Restoring:
         if last:
             self._end(ended_s - self._began_s)
 
-    def _wanted(self, run: int) -> tuple[int, Sequence[int]]:
-        """The first page of the run that is wanted, and the pages that this one and the following ones go to."""
-        size, skipped = self._tiers.run_pages, self._job.num_skipped
-        first = skipped if run == 0 else 0
-        return first, self._job.pages[max(0, run * size - skipped) : (run + 1) * size - skipped]
-
     def _end(self, seconds: float) -> None:
-        """Count the leading runs that were restored. The time is divided over the tiers in
-        proportion to the threads' time."""
-        num_runs = next((run for run, tier in enumerate(self._from) if tier is None), len(self._from))
-        self._job.num_pages = sum(len(self._wanted(run)[1]) for run in range(num_runs))
+        """Count the leading entries that were restored. The time is divided over the tiers in proportion to the
+        threads' time."""
+        good = next((number for number, tier in enumerate(self._from) if tier is None), len(self._from))
+        self._job.num_restored = good
         busy_s = sum(self._busy_s.values()) or 1.0
         for tier, tier_s in self._busy_s.items():
-            runs = [run for run in range(num_runs) if self._from[run] == tier]
-            num_pages = sum(len(self._wanted(run)[1]) for run in runs)
-            self._tiers.restored(tier, num_pages, len(runs), seconds * tier_s / busy_s)
+            entries = [self._job.entries[number] for number in range(good) if self._from[number] == tier]
+            self._tiers.restored(tier, entries, seconds * tier_s / busy_s)
         self._job.done = True
 
 

@@ -14,6 +14,7 @@ import msgspec
 from proa.cache.pages import IntegrityError
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.scheduling.request import NO_SLOT, Request
+from proa.engine.scheduling.restoring import Behind
 from proa.engine.scheduling.step_plan import StepItem
 
 
@@ -36,19 +37,22 @@ class CopyRules:
 
 
 class Copying:
-    """Applies CopyRules. Only this class and Request itself set `copied_tokens`, `branch_tokens` and `passing`."""
+    """Applies CopyRules. Only this class and Request itself set `copied_tokens`, `branch_tokens`, `copy_from` and
+    `passing`. Offers those copies to the tiers that later prompts can continue from: at a branch, at a prompt's end,
+    and the last one of a request."""
 
-    def __init__(self, cache: PrefixCache, rules: CopyRules) -> None:
+    def __init__(self, cache: PrefixCache, rules: CopyRules, behind: Behind) -> None:
         if cache.copies is None:
             raise ValueError("this prefix cache keeps no copies of states: make it with StateCopies")
-        self._copies, self._page_tokens, self._rules = cache.copies, cache.page_tokens, rules
+        self._copies, self._page_tokens, self._rules, self._behind = cache.copies, cache.page_tokens, rules, behind
 
-    def admit(self, request: Request, match: PrefixMatch) -> int:
-        """Note that `request` continues from `match`. Returns the slot of the states to copy from; NO_SLOT if nothing
-        matched."""
+    def admit(self, request: Request, match: PrefixMatch) -> None:
+        """Have `request` continue from `match`."""
         request.copied_tokens = len(match.pages) * self._page_tokens
-        request.branch_tokens = match.num_known * self._page_tokens
-        return self._copies.use(match.node) if match.pages else NO_SLOT
+        request.branch_tokens = match.known.depth * self._page_tokens
+        if match.pages:
+            request.copy_from = self._copies.use(match.node)
+            self._behind.resumed(request, match.node)
 
     def chunk(self, request: Request, most_tokens: int) -> int:
         """Number of prompt tokens, at most `most_tokens`, in the request's next step: it ends at a branch, before the
@@ -80,27 +84,41 @@ class Copying:
 
     def keep(self, item: StepItem) -> None:
         """Register the copy of a computed item, whose full pages are in the prefix tree."""
+        request, end = item.request, item.start + item.num_tokens
+        request.copy_from = NO_SLOT
         if item.copy_to == NO_SLOT:
             return
-        request, end = item.request, item.start + item.num_tokens
         if request.node is None or request.node.depth * self._page_tokens != end:
             raise IntegrityError(f"{request!r} has no prefix tree node that ends at token {end}, where it was copied")
         self._copies.keep(request.node, item.copy_to)
         if request.passing is not None:
             self._copies.pass_by(request.passing)
-        ends = (request.branch_tokens, self._prompt_stop(request))
-        request.passing = None if end in ends else request.node
+        stays = end in (request.branch_tokens, self._prompt_stop(request))
+        request.passing = None if stays else request.node
+        if stays:
+            self._behind.copied(request, request.node)
 
     def forget(self, item: StepItem) -> None:
         """Return the slot of an item whose results are discarded."""
         if item.copy_to != NO_SLOT:
             self._copies.give_back(item.copy_to)
 
+    def end(self, request: Request) -> None:
+        """Offer the last copy of a request that ends: short messages and answers leave no other."""
+        if request.passing is not None:
+            self._behind.copied(request, request.passing)
+
     def check(self, items: list[StepItem]) -> None:
         """Raise IntegrityError unless every slot is accounted for. items: those of all steps in flight."""
-        self._copies.check([item.copy_to for item in items if item.copy_to != NO_SLOT])
+        reserved = [item.copy_to for item in items if item.copy_to != NO_SLOT]
+        self._copies.check([*reserved, *self._behind.held_slots()])
 
     def _prompt_stop(self, request: Request) -> int:
         """The last page boundary of the prompt before the tokens that a template may omit in the next turn."""
         stop = max(0, request.num_prompt - self._rules.asking_tokens)
         return stop - stop % self._page_tokens
+
+
+def copying(cache: PrefixCache | None, rules: CopyRules, behind: Behind) -> Copying | None:
+    """The rules for a cache with copies of states; None without copies. behind: the tiers that are offered copies."""
+    return Copying(cache, rules, behind) if cache is not None and cache.copies is not None else None

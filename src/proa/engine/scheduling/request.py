@@ -37,10 +37,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "branch_tokens", "copied_tokens", "expert_tokens", "finish_reason", "group", "id", "keys",
-        "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "num_stored", "page_tokens",
-        "pages", "passing", "priority", "restored", "row", "run_keys", "salt", "sampling", "state", "state_slot",
-        "stop_ids", "stop_token", "streamed_tokens", "tokens",
+        "arrival", "branch_tokens", "copied_tokens", "copy_from", "expert_tokens", "finish_reason", "group", "id",
+        "keys", "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "num_stored",
+        "page_tokens", "pages", "passing", "priority", "restorable", "row", "run_keys", "salt", "sampling", "state",
+        "state_slot", "stop_ids", "stop_token", "streamed_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -69,13 +69,14 @@ class Request:
         self.streamed_tokens = 0.0  # experts were copied to the GPU; see PromptExperts
         self.pages: list[int] = []
         self.state_slot = NO_SLOT  # of its recurrent states, while it runs
+        self.copy_from = NO_SLOT  # slot of the states it was admitted with, until its first step is committed
         self.copied_tokens = 0  # number of tokens before its last copy of recurrent states, taken or planned
         self.branch_tokens = 0  # number of leading tokens whose KV the prefix cache had at admission
         self.passing: PrefixNode | None = None  # node of its last copy, if neither at a branch nor at its prompt's end
         self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
         self.run_keys: list[bytes] = []  # keys of its first runs of pages in the tiers behind the prefix cache
         self.num_stored = 0  # of these, the runs that were given to the tiers, or were there
-        self.restored = False  # since it was last admitted, pages were restored for it, or tried to be
+        self.restorable = self.max_length  # tokens of its prefix that may still be restored for its next admission
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -115,7 +116,7 @@ class Request:
         """Start (again) from `pages`, whose KV is computed already; node: the locked end of that cached prefix."""
         self._move(State.RUNNING)
         self.pages, self.node, self.state_slot = pages, node, state_slot
-        self.restored = False
+        self.restorable = self.max_length
         self.num_computed = len(pages) * self.page_tokens
 
     def preempt(self) -> None:
@@ -129,7 +130,7 @@ class Request:
     def forget_pages(self) -> None:
         """Drop page table, state slot and computed tokens; the scheduler has released them."""
         self.pages, self.num_computed, self.node, self.state_slot = [], 0, None, NO_SLOT
-        self.copied_tokens, self.branch_tokens, self.passing = 0, 0, None
+        self.copied_tokens, self.branch_tokens, self.copy_from, self.passing = 0, 0, NO_SLOT, None
         self.expert_tokens, self.streamed_tokens = 0, 0.0
 
     def count_experts(self, num_tokens: int, streamed: float) -> None:

@@ -35,7 +35,7 @@ from dataclasses import asdict
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
-from proa.engine.scheduling.copying import Copying, CopyRules
+from proa.engine.scheduling.copying import CopyRules, copying
 from proa.engine.scheduling.integrity import check_lineups, check_pages, check_request, check_slots
 from proa.engine.scheduling.phases import FreePhases, Phases
 from proa.engine.scheduling.policy import Limits, Lineup, goes_on, refuse_crowd, refuse_impossible
@@ -63,14 +63,10 @@ class Scheduler:
         """copy_rules: for a prefix cache with copies of recurrent states. tiers: hold more pages than that cache.
         turns: while requests decode, prefill chunks are planned in a step of their own, `beside`; required by
         FixedPhases, which allow one phase per step."""
-        self.limits = limits
+        self.limits, self._allocator, self._cache = limits, allocator, prefix_cache
         self._phases: Phases = phases or FreePhases()
-        self._allocator = allocator
-        self._cache = prefix_cache
-        self._copying = (
-            Copying(prefix_cache, copy_rules or CopyRules()) if prefix_cache and prefix_cache.copies else None
-        )
         self.behind = behind(tiers, prefix_cache, allocator, self._phases)
+        self._copying = copying(prefix_cache, copy_rules or CopyRules(), self.behind)
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
@@ -355,7 +351,8 @@ class Scheduler:
             if not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
-        if match and self.behind.begin(request, match, self._matchable_tokens(request), calm=not self._in_flight):
+        most, calm, reading = self._matchable_tokens(request), not self._in_flight, {r.copy_from for r in self._running}
+        if match and self.behind.begin(request, match, most, calm=calm, reading=reading):
             return True
         self._waiting.remove(request)
         self._running.add(request)
@@ -365,7 +362,7 @@ class Scheduler:
         self._count_prompt(request, match)
         request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
         if self._copying and match:
-            step.copy_from[request.id] = self._copying.admit(request, match)
+            self._copying.admit(request, match)
         request.pages += self._take(self._pages_needed(request))
         return True
 
@@ -461,6 +458,8 @@ class Scheduler:
         self.behind.shared(request)
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
+        if self._copying:
+            self._copying.end(request)
         (self._waiting if request.state is State.WAITING else self._running).remove(request)
         self._release(request)
         del self._requests[request.id]

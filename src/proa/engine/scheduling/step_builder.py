@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proa.engine.scheduling.request import NO_SLOT, Request
+from proa.engine.scheduling.request import Request
 from proa.engine.scheduling.step_plan import StepItem
 from proa.machine.cost.turns import LONG_TOKENS, SHORT_TOKENS
 
@@ -12,7 +12,6 @@ class StepBuilder:
         """budget_tokens: tokens left for prefill chunks. apart: chunks form a step of their own, which has the whole
         budget."""
         self.budget_tokens = budget_tokens
-        self.copy_from: dict[str, int] = {}  # id of a request admitted here -> slot of the states it starts from
         self._apart = apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
@@ -62,5 +61,4 @@ class StepBuilder:
 
     def _item(self, request: Request, num_tokens: int) -> StepItem:
         samples = num_tokens == request.num_left
-        copy_from = self.copy_from.get(request.id, NO_SLOT)
-        return StepItem(request, request.num_computed, num_tokens, samples, copy_from)
+        return StepItem(request, request.num_computed, num_tokens, samples, request.copy_from)

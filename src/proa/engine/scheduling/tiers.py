@@ -1,5 +1,8 @@
-"""The interface to runs of pages outside the prefix tree (RAM, files), as the scheduler calls it. Never: tensors,
-requests."""
+"""The interface to KV pages and copies of recurrent states outside the prefix tree (RAM, files), as the scheduler calls
+it. Never: tensors, requests.
+
+Everything is stored in entries of one size: a run of pages, or a part of the recurrent states in one slot.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,46 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(eq=False)
-class Store:
-    """Copies a run of pages to the tiers. The pages must not change until `done`, which another thread sets."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of pages, or its beginning, with fewer pages, if a copy of states ends there. Restoring fills `pages` with
+    those from `first` on."""
 
     key: bytes
     pages: Sequence[int]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Part `number` of the recurrent states of all layers in `slot`, as long as a run."""
+
+    key: bytes
+    slot: int
+    number: int
+
+
+Entry = Run | StatePart
+
+
+@dataclass(eq=False)
+class Store:
+    """Copies entries to the tiers. Their pages and states must not change until `done`, which another thread sets."""
+
+    entries: Sequence[Entry]
     done: bool = False
 
 
 @dataclass(eq=False)
 class Restore:
-    """Fills `pages` with the last pages of consecutive runs, those of `keys`.
+    """Fills the pages and states of entries.
 
-    num_skipped: pages of the first run that are not wanted. num_pages: leading pages of `pages` that were filled; final
-    when `done`, which another thread sets last. The pages belong to it until then.
+    num_restored: leading entries that were restored; final when `done`, which another thread sets last. Pages and
+    states belong to it until then.
     """
 
-    keys: Sequence[bytes]
-    pages: Sequence[int]
-    num_skipped: int = 0
-    num_pages: int = 0
+    entries: Sequence[Entry]
+    num_restored: int = 0
     done: bool = False
 
 
@@ -44,17 +66,21 @@ class Tiers(Protocol):
     def run_pages(self) -> int:
         """Number of pages in a run."""
 
+    @property
+    def state_parts(self) -> int:
+        """Number of parts of the recurrent states in a slot; 0: the model has none."""
+
     def has(self, key: bytes) -> bool:
-        """Whether the run is stored, as far as known. It may have vanished when it is restored."""
+        """Whether the entry is stored, as far as known. It may have vanished when it is restored."""
 
     def touch(self, key: bytes) -> None:
-        """Note that a run was used, if it is stored."""
+        """Note that an entry was used, if it is stored."""
 
     def lacks(self, key: bytes) -> bool:
-        """Whether storing the run is of use now: a tier does not have it, and its writing is not paused."""
+        """Whether storing the entry is of use now: a tier does not have it, and its writing is not paused."""
 
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
-        """Whether restoring these runs is predicted to be quicker than computing num_tokens tokens."""
+        """Whether restoring these entries is predicted to be quicker than computing num_tokens tokens."""
 
     def store(self, job: Store) -> None: ...
 
