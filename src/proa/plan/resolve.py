@@ -59,7 +59,6 @@ def resolve(
     """Make the plan. counts: how often experts were chosen; empty: unknown. Raises UsageError, ResourceError."""
     options = fixed_options(options)
     spec, asked, machine = declared.spec, options.scheduler, host.machine
-    asked_limit = asked_gap(asked.max_itl)
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in bfloat16 only
@@ -75,14 +74,14 @@ def resolve(
                 kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     files = without_copies(files, placed.need.copies, need)
-    limit, limit_row = gap_limit(asked, asked_limit, placed.gpu, placed.roof)
+    limit, limit_row = gap_limit(asked, asked_gap(asked.max_itl), placed.gpu, placed.roof)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
     rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
     rows += (*prefix_rows(case, placed.need), placed.tier_row, *files.decisions)
-    rows += _step_rows(asked, placed.batch_tokens, batch_tokens if limit is None else None)
-    rows += (limit_row, deterministic.row(asked.deterministic, cell))
+    steps = _step_rows(asked, placed.batch_tokens, batch_tokens if limit is None else None)
+    rows += (*steps, limit_row, deterministic.row(asked.deterministic, cell))
     return Plan(
         model=model,
         path=str(checkpoint.path),
