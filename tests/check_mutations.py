@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import proa.cache.keys
 import proa.engine.executors.angles
@@ -30,6 +31,7 @@ from check_runs import checked, said
 from proa.cache.files import FileStore
 from proa.cache.radix import PrefixCache
 from proa.cache.ram import RamStore
+from proa.engine.executors.state_parts import StateParts
 from proa.hybrid.copies import GpuCopier, HostCopier
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.runtime import HybridExperts, InGroups
@@ -283,6 +285,21 @@ def page_of_another_prompt_in_files(patch: Patch) -> None:
         return write(self, key, memoryview(written[-2:][0]))
 
     patch.setattr(FileStore, "write", before)
+
+
+def states_restored_in_part(patch: Patch) -> None:
+    """Of a stored copy of recurrent states, only the first half of each part is restored."""
+    cut = StateParts._cut
+
+    def half(self: StateParts, slot: int, part: int) -> Iterator[tuple[int, Tensor]]:
+        return ((at, rows[: len(rows) // 2]) for at, rows in cut(self, slot, part))
+
+    def write(self: StateParts, source: Tensor, slot: int, part: int) -> None:
+        with torch.inference_mode():
+            for at, rows in half(self, slot, part):
+                rows.copy_(source[at : at + len(rows)])
+
+    patch.setattr(StateParts, "write", write)
 
 
 def keys_without_tokens(patch: Patch) -> None:

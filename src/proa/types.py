@@ -364,6 +364,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     markers: list[int] = []  # ascending offsets in `text` at which the text of a special token begins
     tokens: list[int] = []
+    ends: list[int] = []  # of each token, the offset in `text` behind the last character that it added to
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
     error: str = ""  # the message if finish is "error"

@@ -11,7 +11,7 @@ import pytest
 
 import check_mutations as mutations
 from check_mutations import EXPERT, GROUPS, IN_RAM, LAYER, ON_CPU, RESIDENT, RING_LAYER, RING_NUMBER, checked_with
-from check_runs import SIM, checked, found
+from check_runs import FASTEST, SIM, checked, found
 from gpu_llm import poison
 from proa.errors import ResourceError
 from proa.native.weights import Experts
@@ -20,7 +20,7 @@ from tiny_quantised import SCHEMES, make_quantised
 
 Patch = pytest.MonkeyPatch
 DEVICES = [
-    pytest.param("none", "CPU, avx2", id="cpu"),
+    pytest.param("none", FASTEST, id="cpu"),
     pytest.param(SIM, "experts in VRAM and RAM", id="sim"),
     pytest.param("0", "experts in VRAM and RAM", id="cuda", marks=pytest.mark.gpu),
 ]
@@ -201,7 +201,15 @@ def test_page_of_another_prompt_out_of_a_file(gpu: str, path: str, tmp_path: Pat
     assert problems[0].endswith("(prefix from files)")
 
 
-@pytest.mark.parametrize(("gpu", "path"), [("none", "CPU, avx2"), (SIM, "experts in VRAM and RAM")])
+@pytest.mark.parametrize(("gpu", "path"), DEVICES)
+def test_states_restored_in_part(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = make_tiny("qwen3-next", tmp_path)
+    problems = checked_with(mutations.states_restored_in_part, folder, monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith("layer 0, linear attention: ")
+    assert problems[0].endswith("(prefix from files)" if gpu == "none" else "(prefix from RAM)")
+
+
+@pytest.mark.parametrize(("gpu", "path"), [("none", FASTEST), (SIM, "experts in VRAM and RAM")])
 def test_a_prefix_of_another_prompt_is_named(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
     mutations.keys_without_tokens(monkeypatch)
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path)

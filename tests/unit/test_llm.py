@@ -452,8 +452,9 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, FakeEn
         declared=SimpleNamespace(spec=SimpleNamespace(vocab=2000)),
     )
 
-    async def start(plan: Plan, *, own_thread: bool, process: object) -> FakeEngine:
+    async def start(plan: Plan, *, own_thread: bool, process: object, joins: bool) -> FakeEngine:
         assert not own_thread
+        assert joins
         assert process == "process"
         return engine
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from answer_texts import (
 )
 from proa.parsers.calls import Tools
 from proa.parsers.choose import HARMONY
+from proa.parsers.events import ChoiceParser
 from proa.types import FinishReason
 
 TOOLS = Tools.of(
@@ -124,6 +127,41 @@ def test_half_a_call_is_text(name: str) -> None:
                 elif "city" in raw[:length]:
                     assert "get_weather" in got.text
                     assert "city" in got.text
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", ["hermes", HARMONY])
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_tokens_of_one_chunk_are_counted_one_by_one(name: str, as_tokens: bool, sizes: list[int]) -> None:
+    """A server that is behind joins tokens: the end of the reasoning may lie within a chunk."""
+    words = vocabulary(name, THINK_OF.get(name, "qwen3"), as_tokens=as_tokens)
+    if name == HARMONY:
+        raw = "<|channel|>analysis<|message|>Hm, hm.<|end|><|start|>assistant<|channel|>final<|message|>Sunny."
+    else:
+        raw = "<think>\nHm, hm.\n</think>\n\nSunny." + WRITERS[name][0](*CALLS[0])
+    tokens = [
+        token
+        for piece in words.split(raw)
+        for token in ([piece] if piece in words.tokens else [piece[i : i + 3] for i in range(0, len(piece), 3)])
+    ]
+
+    def parsed(sizes: list[int]) -> tuple[int, Read]:
+        parser = ChoiceParser(format_of(name, THINK_OF.get(name, "qwen3"), words).parser(TOOLS, "", "", 0))
+        events, found, at, turn = [], 0, 0, 0
+        while at < len(tokens):
+            some = tokens[at : at + sizes[turn % len(sizes)]]
+            at, turn = at + len(some), turn + 1
+            text, marks = words.marks(some)
+            ends = list(accumulate(map(len, some)))
+            one = parser.feed(text, marks, "stop" if at >= len(tokens) else None, ends)
+            assert all(type(first) is not type(second) for first, second in pairwise(one.events))
+            events, found = events + one.events, found + one.reasoning_tokens
+        return found, replace(read(events), ids=())
+
+    alone, answer = parsed([1])
+    assert 2 <= alone < len(tokens)
+    assert parsed(sizes) == (alone, answer)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != HARMONY])

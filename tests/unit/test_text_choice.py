@@ -89,6 +89,19 @@ def test_a_stop_string_over_several_tokens(tokenizer: Tokenizer) -> None:
     assert (included.text, included.stop_reason) == ("one two thr", "o thr")
 
 
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [50]])
+def test_where_the_text_of_each_token_ends(tokenizer: Tokenizer, sizes: list[int]) -> None:
+    tokens = tokenizer.encode("Hello 😀, world")
+    chunks, _ = run(tokenizer, tokens, sizes=sizes)
+    ends, before = [], 0
+    for chunk in chunks:
+        assert len(chunk.ends) == len(chunk.tokens)
+        ends += [before + end for end in chunk.ends]
+        before += len(chunk.text)
+    whole = [text_of(tokenizer, tokens[: i + 1]) for i in range(len(tokens))]
+    assert ends == [len(text) for text in whole]
+
+
 def test_an_unmatched_stop_string_changes_nothing(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("one two th")
     choice = run(tokenizer, tokens, stop=("two three",))[1]

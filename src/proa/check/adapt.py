@@ -21,7 +21,8 @@ from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS, ring_groups
 from proa.plan.plan import GpuPlan, Plan
 
 _TIER_TOKENS = 2048  # that a tier has room for: more than all prompts have
-_WIDEST_BYTES = 4  # of an element of KV
+_TIER_COPIES = 24  # of recurrent states, likewise: each prompt has up to four
+_WIDEST_BYTES = 4  # of an element of KV and of states
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def adapt(path: Path, spec: Model, folder: str, make: Callable[[EngineOptions], 
 
 def _with_tiers(options: EngineOptions, spec: Model, folder: str) -> EngineOptions:
     nbytes = (1 << 20) + _TIER_TOKENS * spec.kv_bytes_per_token(_WIDEST_BYTES)
+    nbytes += _TIER_COPIES * spec.state_bytes_per_sequence(_WIDEST_BYTES)
     cache = replace(options.cache, prefix_cache_ram=nbytes, prefix_cache_dir=folder, prefix_cache_disk=nbytes)
     return replace(options, cache=cache)
 

@@ -61,9 +61,10 @@ def _restore(phase: str, texts: Texts, caches: Caches, tiers: PageTiers, new_eng
 
 
 def _erase(caches: Caches) -> None:
-    """Zero all pages, so that one that is not restored is not right by chance."""
-    pages = [tensor for layer in caches for cache in layer for tensor in cache.page_tensors]
-    for tensor in pages:
+    """Zero all pages and recurrent states, so that what is not restored is not right by chance."""
+    each = [cache for layer in caches for cache in layer]
+    tensors = [tensor for cache in each for tensor in (*cache.page_tensors, *cache.states)]
+    for tensor in tensors:
         tensor.view(torch.uint8).zero_()
-    if pages and pages[0].is_cuda:
-        torch.cuda.synchronize(pages[0].device)  # restores copy on other streams
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)  # restores copy on other streams

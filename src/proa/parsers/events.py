@@ -80,11 +80,12 @@ class PlainText:
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """The events of one chunk, and `finish` if it is the choice's last. is_reasoning: its tokens are reasoning."""
+    """The events of one chunk, and `finish` if it is the choice's last. reasoning_tokens: how many of its tokens are
+    reasoning, delimiters included."""
 
     events: list[Event] = []
     finish: AnswerFinish | None = None
-    is_reasoning: bool = False
+    reasoning_tokens: int = 0
 
 
 class ChoiceParser:
@@ -96,16 +97,49 @@ class ChoiceParser:
         self._one_call = one_call
         self._num_calls = 0
 
-    def feed(self, text: str, markers: Sequence[int], finish: FinishReason | None) -> Parsed:
-        was_reasoning = self._parser.in_reasoning
-        events = self._parser.feed(text, markers)
-        if finish is not None:
-            events += self._parser.finish(finish)
+    def feed(
+        self, text: str, markers: Sequence[int], finish: FinishReason | None, ends: Sequence[int] = ()
+    ) -> Parsed:  # fmt: skip
+        """Add the text of a chunk. markers: see AnswerParser.feed; ends: of the chunk's tokens, as in Chunk."""
+        events: list[Event] = []
+        reasoning_tokens = begin = 0
+        for end in ends[:-1]:
+            reasoning_tokens += self._feed(text[begin:end], [m - begin for m in markers if begin <= m < end], events)
+            begin = max(begin, end)
+        # Text behind the last token's belongs to a token that is held back: it is fed with the last one.
+        is_reasoning = self._feed(text[begin:], [m - begin for m in markers if m >= begin], events, finish)
+        reasoning_tokens += is_reasoning and len(ends) > 0
         self._num_calls += sum(isinstance(event, ToolCall) for event in events)
-        is_reasoning = was_reasoning or self._parser.in_reasoning
         if self._one_call and self._num_calls:
-            return Parsed(_until_second_call(events), "tool_calls", is_reasoning)
-        return Parsed(events, "tool_calls" if finish == "stop" and self._num_calls else finish, is_reasoning)
+            return Parsed(_until_second_call(events), "tool_calls", reasoning_tokens)
+        return Parsed(events, "tool_calls" if finish == "stop" and self._num_calls else finish, reasoning_tokens)
+
+    def _feed(
+        self, text: str, markers: Sequence[int], events: list[Event], finish: FinishReason | None = None
+    ) -> bool:  # fmt: skip
+        """Add the text of one token, and its events, joined with their neighbours. Return whether it is reasoning."""
+        was_reasoning = self._parser.in_reasoning
+        found = self._parser.feed(text, markers)
+        if finish is not None:
+            found += self._parser.finish(finish)
+        for event in found:
+            if events and (both := _join(events[-1], event)) is not None:
+                events[-1] = both
+            else:
+                events.append(event)
+        return was_reasoning or self._parser.in_reasoning
+
+
+def _join(first: Event, second: Event) -> Event | None:
+    """One event that says what both do; None if there is none."""
+    match first, second:
+        case (Text(), Text()):
+            return Text(first.text + second.text)
+        case (Reasoning(), Reasoning()):
+            return Reasoning(first.text + second.text)
+        case (ToolArguments(), ToolArguments()) if first.index == second.index:
+            return ToolArguments(first.index, first.json + second.json)
+    return None
 
 
 def _until_second_call(events: list[Event]) -> list[Event]:

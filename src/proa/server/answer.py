@@ -81,7 +81,7 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
             if job.is_prompt_only:
                 chunk = _without_token(chunk)
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
-            parsed = parsers[prompt_index, chunk.index].feed(chunk.text, chunk.markers, chunk.finish)
+            parsed = parsers[prompt_index, chunk.index].feed(chunk.text, chunk.markers, chunk.finish, chunk.ends)
             _count(usage, record, chunk, parsed)
             if parsed.finish is not None and chunk.finish is None:
                 chunk = msgspec.structs.replace(chunk, finish="stop")
@@ -101,8 +101,7 @@ def _prompt_progress(usage: Usage, record: RequestRecord, progress: Progress) ->
 
 
 def _count(usage: Usage, record: RequestRecord, chunk: Chunk, parsed: Parsed) -> None:
-    if parsed.is_reasoning:
-        usage.completion_tokens_details.reasoning_tokens += len(chunk.tokens)
+    usage.completion_tokens_details.reasoning_tokens += parsed.reasoning_tokens
     usage.completion_tokens += len(chunk.tokens)
     usage.total_tokens += len(chunk.tokens)
     if chunk.cached_tokens is not None and chunk.index == 0:  # the n choices share one prompt: count it once
@@ -129,7 +128,7 @@ def _refuse_cut_off(chunk: Chunk) -> None:
 
 def _without_token(chunk: Chunk) -> Chunk:
     finish: FinishReason | None = None if chunk.finish is None else "length"
-    return msgspec.structs.replace(chunk, text="", tokens=[], logprobs=None, finish=finish, stop_reason=None)
+    return msgspec.structs.replace(chunk, text="", tokens=[], ends=[], logprobs=None, finish=finish, stop_reason=None)
 
 
 class _TokenClock:

@@ -63,8 +63,8 @@ class ChoiceStream:
         self.finished = finish is not None
         text = "".join(pieces)
         marks = self._shown_marks(len(text))
-        self._shown_chars += len(text)
-        tokens, token_logprobs = self._release()
+        before, self._shown_chars = self._shown_chars, self._shown_chars + len(text)
+        tokens, token_logprobs, ends = self._release()
         tells_of_prompt = self._is_first or event.prompt_logprobs is not None or event.cached_tokens is not None
         if not (text or tokens or tells_of_prompt or self.finished):
             return None
@@ -74,6 +74,7 @@ class ChoiceStream:
             text=text,
             markers=marks,
             tokens=tokens,
+            ends=[max(0, min(end - before, len(text))) for end in ends],
             logprobs=None if self._request.sampling.logprobs is None else token_logprobs,
             finish=finish,
             error=event.error,
@@ -118,11 +119,12 @@ class ChoiceStream:
         """Return the request's stop token that ended the sequence; None for an eos token."""
         return None if event.stop_token in self._request.sampling.eos_token_ids else event.stop_token
 
-    def _release(self) -> tuple[list[int], list[TokenLogprob]]:
-        """Remove and return the held tokens whose text has been emitted; at the end, also those whose text was only
-        partly emitted."""
+    def _release(self) -> tuple[list[int], list[TokenLogprob], list[int]]:
+        """Remove and return the held tokens whose text has been emitted, at the end also those whose text was only
+        partly emitted: tokens, their logprobs, and the position after each."""
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
+        ends: list[int] = []
         while self._held:
             token, logprob, start, end = self._held[0]
             is_shown = end <= self._shown_chars
@@ -132,6 +134,7 @@ class ChoiceStream:
                 break
             self._held.popleft()
             tokens.append(token)
+            ends.append(end)
             if logprob is not None:
                 logprobs.append(logprob)
-        return tokens, logprobs
+        return tokens, logprobs, ends
