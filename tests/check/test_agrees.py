@@ -117,7 +117,7 @@ def test_a_path_that_streams_nothing_is_none(tmp_path: Path, monkeypatch: Patch)
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *DECODED])
-@pytest.mark.parametrize(("gpu", "only"), [("none", "CPU, avx2"), (SIM, "VRAM and RAM")])
+@pytest.mark.parametrize(("gpu", "only"), [("none", "CPU, avx2"), (SIM, "GPU, prompts streamed and on CPU")])
 def test_every_format(name: str, gpu: str, only: str, tmp_path: Path, monkeypatch: Patch) -> None:
     folder, _ = make_quantised((SCHEMES | DECODED)[name], "qwen3-moe", tmp_path / "m", moe_intermediate_size=96)
     report = checked(folder, monkeypatch, gpu=gpu, only=only)

@@ -35,17 +35,19 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """load(family, split, device, rows=..., keep=...): an executor that computes up to `rows` rows at once. The one
-    before is closed: RAM that is freed must not stay registered."""
+    """load(family, split, device, rows=..., keep=..., teams=...): an executor that computes up to `rows` rows at once,
+    on the pool `teams` if it is given. The one before is closed: RAM that is freed must not stay registered."""
     folder, last = tmp_path_factory.mktemp("streaming"), list[Kept]()
 
-    def made(family: str, split: Split, device: str, *, rows: int, keep: list[Kept] | None = None) -> Executor[Any]:
+    def made(
+        family: str, split: Split, device: str, *, rows: int, keep: list[Kept] | None = None, teams: Pool | None = None
+    ) -> Executor[Any]:  # fmt: skip
         path = folder / family
         if not path.exists():
             make_tiny(family, path)
         while last:
             last.pop().close()
-        model = load_split(path, pool, split, device, keep=last, **all_experts(path))
+        model = load_split(path, teams or pool, split, device, keep=last, **all_experts(path))
         limits = StepLimits(rows, SEQUENCES, CONTEXT, PAGE_TOKENS, head_rows=64, pass_rows=192)
         executor = model.make(limits, SEQUENCES * CONTEXT // PAGE_TOKENS)
         if keep is not None:
@@ -92,6 +94,23 @@ def test_logits_are_those_of_the_cpu(family: str, device: str, load: Load) -> No
         # torch's products of fewer rows are rounded otherwise, as are those of a GPU's kernels
         torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
         assert (logits - want).abs().mean() < 0.01, (rows, *case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ring", [1 << 22, FEW["qwen3-moe"]])
+def test_experts_in_two_memory_nodes(ring: int, device: str, load: Load) -> None:
+    """Each expert lies in two pieces, of which the ring gets both."""
+    keep: list[Kept] = []
+    split, texts = Split(0.25, prefill="stream", ring_bytes=ring), prompts([70, 9, 50])
+    with Pool([[0], [0]], pin=False) as teams:
+        divided = load("qwen3-moe", split, device, rows=48, keep=keep, teams=teams)
+        up, down = keep[0].hybrid.layers[0].memory.pieces()
+        assert (len(up), len(down)) == (2, 2)
+        got = passed(divided, StepBatch(spans(texts)))
+        whole = load("qwen3-moe", split, device, rows=48)
+    want = passed(whole, StepBatch(spans(texts)))
+    torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
+    assert (got - want).abs().mean() < 0.01
 
 
 @pytest.mark.parametrize("device", DEVICES)
