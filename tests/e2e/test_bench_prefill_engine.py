@@ -39,6 +39,7 @@ def test_all_experts_in_ram_are_copied_once(bench: Bench) -> None:
         assert figures["ttft_s_least"] <= figures["ttft_s"] <= figures["ttft_s_most"]
         assert figures["tokens_per_s"] == pytest.approx(figures["tokens"] / figures["ttft_s"])
         assert figures["ring_bytes"] > 0
+        assert 0 < figures["predicted_ttft_s"] <= figures["ttft_s"]  # a simulated GPU is far slower than its limits
         assert any(note.startswith("prefill: stream, ring of") for note in found["notes"])
 
 
@@ -47,6 +48,7 @@ def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
     assert code == 0, err
     assert "How long does a prompt take to its first token? tiny" in out
     assert "bound ms" in out
+    assert "plan ms" in out
     assert "note: prefill rates: " in out
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from proa.bench.gpu_rates import GpuRates
 from proa.config.options import EngineOptions
 from proa.errors import NativeError, ResourceError
 from proa.machine.probe import probe
 from proa.machine.rates import RamRate, Rates
 from proa.plan.opened import open_model
 from proa.plan.plan import Plan
-from proa.plan.predict import Speed, Speeds, decode, prefill, speeds_of
-from proa.plan.prepare import cpu_flops
+from proa.plan.predict import decode, prefill, speeds_of
+from proa.plan.prepare import Prepared, cpu_flops, ram_rate
+from proa.plan.speeds import Speed, Speeds
 from proa.plan.stored import kept_types
 from proa.plan.work import Work, work_of
 
@@ -55,3 +59,22 @@ def predicted_decode(
         vram=Speed(per_s=vram_bytes_per_s, source="measured"),
     )
     return decode(plan, work, speeds, round(context_tokens), requests).tokens_per_s
+
+
+def prompt_speeds(prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None) -> Speeds:
+    """The rates of a machine whose engine has not started yet, of RAM and CPU measured now. gpu: None if it is
+    simulated. Raises NativeError, ResourceError."""
+    plan, machine = prepared.plan, prepared.machine
+    rates = Rates(ram=ram_rate(asked.machine, machine), cpu_flops_per_s=cpu_flops(asked.machine, machine, plan.isa))
+    speeds = speeds_of(plan, rates)
+    if gpu is None:
+        return speeds
+    vram, pcie, flops = (Speed(per_s=of, source="measured") for of in (gpu.memory, gpu.upload, gpu.products))
+    return msgspec.structs.replace(speeds, vram=vram, pcie=pcie, gpu=flops)
+
+
+def predicted_ttft_s(prepared: Prepared, asked: EngineOptions, speeds: Speeds, tokens: int) -> float:
+    """Seconds of a prompt alone, without a cached prefix."""
+    plan, declared = prepared.plan, prepared.declared
+    stored = kept_types(asked.model, declared, prepared.checkpoint) if plan.isa else {}
+    return prefill(plan, work_of(plan, declared.spec, stored), speeds, tokens).seconds

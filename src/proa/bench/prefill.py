@@ -8,7 +8,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
+from proa.bench.predicted import predicted_ttft_s, prompt_speeds
 from proa.bench.prefill_bound import Shape, bound_s, prediction_error
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
@@ -98,10 +99,14 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
     lengths = parse_numbers(options.tokens, "tokens", 2, MOST_PROMPT)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
-        prepared = prepare(folder, _engine_options(options, shape, lengths))
+        asked = _engine_options(options, shape, lengths)
+        prepared = prepare(folder, asked)
         gpu = gpu_of(prepared.plan)
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
-        asyncio.run(_measure_all(options, shape, lengths, prepared, rates, notes, report))
+        speeds = prompt_speeds(prepared, asked, rates)
+        predicted = {tokens: None if options.cached else predicted_ttft_s(prepared, asked, speeds, tokens)
+                     for tokens in lengths}  # fmt: skip
+        asyncio.run(_measure_all(options, shape, predicted, prepared, rates, notes, report))
 
 
 def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequence[int]) -> EngineOptions:
@@ -131,17 +136,18 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
 
 
 async def _measure_all(
-    options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], prepared: Prepared, rates: GpuRates | None,
-    notes: Sequence[str], report: Callable[[Result], None],
+    options: PrefillOptions, shape: ModelShape, predicted: Mapping[int, float | None], prepared: Prepared,
+    rates: GpuRates | None, notes: Sequence[str], report: Callable[[Result], None],
 ) -> None:  # fmt: skip
+    """predicted: for each length to be measured, seconds to the first token."""
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
         rows = (*prepared.plan.decisions, *ready.decisions)
         said = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
-        for tokens in lengths:
+        for tokens, predicted_s in predicted.items():
             runs = await _measure(engine, options, shape.vocab, tokens)
-            figures = _figures(options, prepared, rates, tokens, runs)
+            figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted_s}
             report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *said)))
     finally:
         await engine.close()

@@ -35,10 +35,6 @@ class Truth:
         (source,) = self._sources.of(name)
         return self._part(source.part(range(first, first + count), None))
 
-    def tensors_of(self, name: str) -> str:
-        """The names of the checkpoint's tensors that hold the parameter, for messages."""
-        return ", ".join(dict.fromkeys(source.tensor for source in self._sources.of(name)))
-
     def _part(self, of: Source) -> Tensor:
         span = (of.rows - 1) * of.row_step + 1
         stored = self._rows(of.tensor, of.first_row, span)[:: of.row_step]

@@ -31,7 +31,8 @@ from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_duration, format_flops, format_rate
 from proa.plan.nodes import NodeShare
 from proa.plan.plan import Plan
-from proa.plan.predict import Prediction, Predictions, Speeds
+from proa.plan.predict import Prediction, Predictions
+from proa.plan.speeds import Speeds
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Predicts how fast a plan decodes and computes prompts: bytes and operations over the machine's rates, plus measured
-fixed costs. Pure. Never: measuring, decisions.
+"""Predicts how fast a plan decodes and computes prompts: bytes and operations over the machine's rates. Pure. Never:
+measuring, decisions.
 
-Each figure has a limit, which memory and arithmetic units set if nothing else costs time, and a prediction, which adds
-the fixed costs below. docs/planning.md has the formulas and compares them with measurements.
+Each figure has a limit, which memory and arithmetic units set if nothing else costs time, and a prediction, by what
+kernels reach of these rates (attained.py) and with fixed costs. docs/planning.md has the formulas and compares them
+with measurements.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -17,9 +19,11 @@ from proa.machine.cost.prefill import CpuExpertCost, Division, GpuCost, PrefillR
 from proa.machine.rates import Rates
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
+from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
+from proa.plan.speeds import Speed, Speeds
 from proa.plan.work import MoeWork, Work
 
 LENGTHS = (512, 8192, 32768)  # contexts of decode, and lengths of prompts
@@ -35,6 +39,7 @@ CROSSING_S = 6e-6
 
 RAM, VRAM, PCIE = "RAM bandwidth", "VRAM bandwidth", "PCIe"
 CPU, GPU, FIXED = "CPU FLOPs", "GPU FLOPs", "fixed costs"
+_LEAST_RAM = 0.2  # of RAM's bandwidth, which copies leave to the CPU
 # Bytes per row and value that cross PCIe: down in bfloat16, the CPU's sums up in float32.
 _CROSSING_BYTES = 2 + 4
 
@@ -50,23 +55,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     bound_by: str
     terms: dict[str, float]
-
-
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate of the machine, per second, and where it is from; None: unknown, and not counted."""
-
-    per_s: float | None
-    source: str
-
-
-class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates that predictions use: bytes/s, and floating-point operations/s."""
-
-    ram: Speed
-    cpu: Speed
-    vram: Speed | None = None  # None: no GPU is used
-    pcie: Speed | None = None
-    gpu: Speed | None = None
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,17 +115,21 @@ def speeds_of(plan: Plan, rates: Rates) -> Speeds:
 def decode(plan: Plan, work: Work, speeds: Speeds, context_tokens: int, requests: int = 1) -> Prediction:
     """Predict a decode step of `requests` at a context of `context_tokens` each. Its limit for one request at 256
     tokens is the roof of the start-up report, with these rates and sliding windows counted."""
+    limit, terms = (
+        _decode_terms(plan, work, rates, context_tokens, requests) for rates in (limits(speeds), attained(speeds, plan))
+    )
+    return _prediction(limit, terms, {FIXED: _fixed_s(plan, work)}, context_tokens, requests, requests)
+
+
+def _decode_terms(plan: Plan, work: Work, rates: Reached, context_tokens: int, requests: int) -> dict[str, float]:
     past_bytes = requests * _past_bytes(plan, work.spec, context_tokens)
-    ram_s = sum(n * layer.ram_bytes(requests) for layer, n in work.moe.items()) / _per_s(speeds.ram)
+    ram_s = sum(n * layer.ram_bytes(requests) for layer, n in work.moe.items()) / _known(rates.ram)
     dense_bytes = work.dense_bytes + work.head_bytes + past_bytes
-    if plan.gpu is None or speeds.vram is None:
-        terms = {RAM: ram_s + dense_bytes / _per_s(speeds.ram)}
-    else:
-        vram = _per_s(speeds.vram)
-        resident_s = sum(n * layer.vram_bytes(requests) for layer, n in work.moe.items()) / vram
-        ahead = plan.gpu.read_ahead and requests <= FORESEEN_ROWS
-        terms = _overlapped(dense_bytes / vram, resident_s, ram_s, read_ahead=ahead)
-    return _prediction(terms, {FIXED: _fixed_s(plan, work)}, context_tokens, requests, requests)
+    if plan.gpu is None or rates.vram is None:
+        return {RAM: ram_s + dense_bytes / _known(rates.ram)}
+    resident_s = sum(n * layer.vram_bytes(requests) for layer, n in work.moe.items()) / rates.vram
+    ahead = plan.gpu.read_ahead and requests <= FORESEEN_ROWS
+    return _overlapped(dense_bytes / rates.vram, resident_s, ram_s, read_ahead=ahead)
 
 
 def _overlapped(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: bool) -> dict[str, float]:
@@ -151,19 +143,26 @@ def _overlapped(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: 
 def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int) -> Prediction:
     """Predict the steps of one prompt, alone on the machine and without a cached prefix. Each step reads its weights
     once; experts in VRAM run beside those of the CPU. Where prompts are streamed, each pass copies its experts once."""
+    limit, terms = (
+        _prompt_terms(plan, work, rates, prompt_tokens) for rates in (limits(speeds), attained(speeds, plan))
+    )
+    steps = len(list(_steps(prompt_tokens, plan.max_batch_tokens)))
+    return _prediction(limit, terms, {FIXED: steps * _fixed_s(plan, work)}, prompt_tokens, 1, prompt_tokens)
+
+
+def _prompt_terms(plan: Plan, work: Work, rates: Reached, prompt_tokens: int) -> dict[str, float]:
     terms: defaultdict[str, float] = defaultdict(float)
-    steps = list(_steps(prompt_tokens, plan.max_batch_tokens))
-    if plan.pass_tokens and speeds.pcie is not None and speeds.pcie.per_s:
+    if plan.pass_tokens and rates.pcie:
         passes = _steps(prompt_tokens, plan.pass_tokens)
-        found = itertools.chain(*(_pass_terms(plan, work, speeds, first, rows) for first, rows in passes))
+        found = itertools.chain(*(_pass_terms(plan, work, rates, first, rows) for first, rows in passes))
     else:
-        found = itertools.chain(*(_step_terms(plan, work, speeds, first, rows) for first, rows in steps))
+        steps = _steps(prompt_tokens, plan.max_batch_tokens)
+        found = itertools.chain(*(_step_terms(plan, work, rates, first, rows) for first, rows in steps))
     for name, seconds in found:
         terms[name] += seconds
-    on = speeds.ram if speeds.vram is None else speeds.vram
-    terms[RAM if speeds.vram is None else VRAM] += work.head_bytes / _per_s(on)  # logits of the last token only
-    fixed = {FIXED: len(steps) * _fixed_s(plan, work)}
-    return _prediction(terms, fixed, prompt_tokens, 1, prompt_tokens)
+    on = _known(rates.ram if rates.vram is None else rates.vram)
+    terms[RAM if rates.vram is None else VRAM] += work.head_bytes / on  # logits of the last token only
+    return terms
 
 
 def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
@@ -171,83 +170,107 @@ def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
     return ((first, min(most, tokens - first)) for first in range(0, tokens, most))
 
 
-def _pass_terms(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> Iterator[tuple[str, float]]:
+def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
     chunks = list(_steps(rows, plan.max_batch_tokens))
-    computed = [_dense_term(plan, work, speeds, first + at, count) for at, count in chunks]
+    computed = [term for at, count in chunks for term in _launched(plan, work, rates, first + at, count)]
     copies_s = 0.0
     for layer, count in work.moe.items():
         if layer.in_ram:
-            division = _division(plan, layer, speeds, rows, len(chunks))
+            division = _division(plan, layer, rates, rows, len(chunks))
             copies_s += count * division.copies_s
-            name, _ = _longer((RAM, _seconds(layer.ram_bytes(rows), speeds.ram)),
-                              (CPU, _seconds(layer.ram_flops(rows), speeds.cpu)))  # fmt: skip
-            computed.append((name if division.cpu_s else GPU, count * division.computed_s))
+            name, _ = _longer(*_cpu_terms(layer, rates, rows))
+            computed.append((name if division.computed_s == division.cpu_s else GPU, count * division.computed_s))
         else:
-            computed.append((GPU, count * _seconds(layer.vram_flops(rows), speeds.gpu)))
+            computed.append((GPU, count * _seconds(layer.vram_flops(rows), rates.gpu_experts)))
     computed_s = sum(seconds for _, seconds in computed)
     yield from [(PCIE, copies_s)] if copies_s > computed_s else computed
 
 
-def _division(plan: Plan, layer: MoeWork, speeds: Speeds, tokens: int, chunks: int) -> Division:
-    """The division of a layer's experts in RAM, as in service, by these speeds. The CPU's fit of two costs is the
-    longer of both here."""
-    gpu, nbytes = plan.gpu, layer.expert_bytes
-    if gpu is None or speeds.pcie is None:
+def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int) -> Division:
+    """The division of a layer's experts in RAM, as in service, by these rates. Copies take their part of RAM's
+    bandwidth from the CPU; the GPU computes all experts that the CPU does not."""
+    gpu, nbytes, copied_per_s = plan.gpu, layer.expert_bytes, rates.pcie
+    if gpu is None or copied_per_s is None:
         raise ValueError("only prompts of a plan with a GPU are streamed")
-    per_pair_s = _seconds(layer.expert_flops, speeds.cpu)
-    pairs = tokens * layer.top_k / layer.experts / chunks
-    expert_s = max(0.0, _seconds(nbytes, speeds.ram) - per_pair_s * pairs)
-    experts_s = _seconds(layer.vram_flops(tokens), speeds.gpu) / chunks
-    bits = {(-(-tokens // chunks)).bit_length(): GpuCost(0.0, experts_s)}
-    rates = PrefillRates(_per_s(speeds.pcie), CpuExpertCost(expert_s, per_pair_s), bits)
+    all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
     if gpu.prefill == "stream":
-        return Division(layer.in_ram, layer.in_ram * nbytes / rates.copy_bytes_per_s, 0.0, chunks * experts_s)
-    chosen = layer.top_k * layer.in_ram / layer.experts
-    return divide(layer.in_ram, nbytes, tokens, chosen, rates, jobs=chunks)
+        return Division(layer.in_ram, layer.in_ram * nbytes / copied_per_s, 0.0, all_s)
+    pair_s = _seconds(layer.expert_flops, rates.cpu)
+    # Where reading and multiplying overlap, an expert costs the longer of both.
+    overlapped_s = pair_s * tokens * layer.top_k / layer.experts / chunks if rates.overlaps else 0.0
+
+    def divided(ram_per_s: float) -> Division:
+        cost = CpuExpertCost(max(0.0, nbytes / ram_per_s - overlapped_s), pair_s)
+        known = PrefillRates(copied_per_s, cost, {(-(-tokens // chunks)).bit_length(): GpuCost(0.0, all_s / chunks)})
+        chosen = layer.top_k * layer.in_ram / layer.experts
+        return divide(layer.in_ram, nbytes, tokens, chosen, known, jobs=chunks)
+
+    ram = _known(rates.ram)
+    found = divided(ram)
+    if found.streamed:
+        found = divided(max(ram - copied_per_s, _LEAST_RAM * ram))
+    gpu_s = all_s * (1 - (layer.in_ram - found.streamed) / layer.experts)
+    return replace(found, computed_s=max(found.cpu_s, gpu_s))
 
 
-def _dense_term(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> tuple[str, float]:
-    """Seconds of a step for all but routed experts."""
-    pair_flops = sum(mixer.pair_flops * mixer.seen(first + rows / 2) for mixer in work.spec.mixers)
-    flops = rows * (work.dense_flops + pair_flops)
-    nbytes = work.dense_bytes + _past_bytes(plan, work.spec, first)
-    if speeds.vram is None:
-        return _longer((RAM, _seconds(nbytes, speeds.ram)), (CPU, _seconds(flops, speeds.cpu)))
-    return _longer((VRAM, _seconds(nbytes, speeds.vram)), (GPU, _seconds(flops, speeds.gpu)))
+def _launched(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> list[tuple[str, float]]:
+    """Seconds of a step for all but routed experts, by what takes them."""
+    spec, at = work.spec, first + rows / 2
+    nbytes = work.dense_bytes + _past_bytes(plan, spec, first)
+    flops = rows * work.dense_flops
+    past_flops = rows * sum(mixer.pair_flops * mixer.seen(at) for mixer in spec.mixers)
+    if rates.vram is None:
+        return [_longer((RAM, _seconds(nbytes, rates.ram)), (CPU, _seconds(flops + past_flops, rates.cpu)))]
+    gpu_s = _seconds(flops, rates.gpu) + _seconds(past_flops, rates.gpu_attention)
+    longer = _longer((VRAM, _seconds(nbytes, rates.vram)), (GPU, gpu_s))
+    launches_s = len(spec.blocks) * rates.launch_s  # the host launches op by op, ahead of the GPU
+    return [longer, (FIXED, max(0.0, launches_s - longer[1]))]
 
 
-def _step_terms(plan: Plan, work: Work, speeds: Speeds, first: int, rows: int) -> Iterator[tuple[str, float]]:
+def _cpu_terms(layer: MoeWork, rates: Reached, rows: int) -> list[tuple[str, float]]:
+    """Seconds of the CPU's experts of a layer in one step."""
+    reads = RAM, _seconds(layer.ram_bytes(rows), rates.ram)
+    computes = CPU, _seconds(layer.ram_flops(rows), rates.cpu)
+    return [_longer(reads, computes)] if rates.overlaps else [reads, computes]
+
+
+def _step_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one step by what takes them, part after part."""
     spec = work.spec
-    yield _dense_term(plan, work, speeds, first, rows)
+    launched = _launched(plan, work, rates, first, rows)
+    beside = [term for term in launched if term[0] != FIXED]
     for layer, count in work.moe.items():
-        in_ram = [_longer((RAM, _seconds(layer.ram_bytes(rows), speeds.ram)),
-                          (CPU, _seconds(layer.ram_flops(rows), speeds.cpu)))]  # fmt: skip
+        in_ram = _cpu_terms(layer, rates, rows)
         in_vram: tuple[str, float] = (VRAM, 0.0)
-        if speeds.vram is not None:
-            in_vram = _longer((VRAM, _seconds(layer.vram_bytes(rows), speeds.vram)),
-                              (GPU, _seconds(layer.vram_flops(rows), speeds.gpu)))  # fmt: skip
+        if rates.vram is not None:
+            in_vram = _longer((VRAM, _seconds(layer.vram_bytes(rows), rates.vram)),
+                              (GPU, _seconds(layer.vram_flops(rows), rates.gpu_experts)))  # fmt: skip
             if layer.in_ram:
-                in_ram.append((PCIE, _seconds(rows * spec.hidden * _CROSSING_BYTES, speeds.pcie)))
+                in_ram.append((PCIE, _seconds(rows * spec.hidden * _CROSSING_BYTES, rates.pcie)))
         for name, seconds in in_ram if sum(s for _, s in in_ram) > in_vram[1] else [in_vram]:
-            yield name, count * seconds
+            beside.append((name, count * seconds))
+    yield from beside
+    if plan.gpu is None or not plan.gpu.gpu_only:
+        yield from (term for term in launched if term[0] == FIXED)
+        return
+    yield FIXED, max(0.0, len(spec.blocks) * rates.launch_s - sum(seconds for _, seconds in beside))
 
 
 def _longer(*terms: tuple[str, float]) -> tuple[str, float]:
     return max(terms, key=lambda term: term[1])
 
 
-def _seconds(amount: float, speed: Speed | None) -> float:
+def _seconds(amount: float, per_s: float | None) -> float:
     """0 for an unknown rate: the prediction then says so in a note."""
-    return 0.0 if speed is None or speed.per_s is None else amount / speed.per_s
+    return 0.0 if per_s is None else amount / per_s
 
 
-def _per_s(speed: Speed) -> float:
+def _known(per_s: float | None) -> float:
     """Raises ValueError for an unknown rate; bandwidths of memory are always known."""
-    if speed.per_s is None:
+    if per_s is None:
         raise ValueError("the bandwidth of a memory is unknown")
-    return speed.per_s
+    return per_s
 
 
 def _past_bytes(plan: Plan, spec: Model, context_tokens: float) -> float:
@@ -268,11 +291,14 @@ def _fixed_s(plan: Plan, work: Work) -> float:
 
 
 def _prediction(
-    terms: Mapping[str, float], fixed: Mapping[str, float], length: int, requests: int, made: int
-) -> Prediction:
-    """made: tokens that the seconds give."""
-    limit_s = sum(terms.values())
-    all_terms = {name: seconds for name, seconds in {**terms, **fixed}.items() if seconds > 0}
+    limit: Mapping[str, float], terms: Mapping[str, float], fixed: Mapping[str, float], length: int, requests: int,
+    made: int,
+) -> Prediction:  # fmt: skip
+    """limit: seconds by the limits of the machine; terms, fixed: as predicted. made: tokens that the seconds give."""
+    limit_s = sum(limit.values())
+    names = dict.fromkeys((*terms, *fixed))
+    summed = {name: terms.get(name, 0.0) + fixed.get(name, 0.0) for name in names}
+    all_terms = {name: seconds for name, seconds in summed.items() if seconds > 0}
     return Prediction(
         tokens=length,
         requests=requests,

@@ -32,7 +32,6 @@ class RestartingEngine:
     """
 
     def __init__(self, first: EngineHandle, launch: Callable[[], Awaitable[EngineHandle]]) -> None:
-        self.restarts = 0
         self._current = first
         self._launch = launch
         self._is_restarting = False
@@ -117,7 +116,6 @@ class RestartingEngine:
     async def _restart(self) -> None:
         """Replace the dead engine; return when the new one is ready. Raises the failure that prevents it."""
         await self._current.close()  # waits for the process, so that its memory is free
-        self.restarts += 1
         self._current = await self._launch()
         await self._current.wait_ready()
         if self._vocabulary is not None:

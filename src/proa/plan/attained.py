@@ -1,0 +1,77 @@
+"""What kernels reach of a machine's rates: shares that were measured, by which predictions are longer than limits.
+Pure. Never: rates, fixed costs of decode.
+
+Each share is that of kernels alone (docs/lab), or of a bench of one part; none is fitted to the whole times with which
+docs/planning.md compares predictions, except where it says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from proa.plan.plan import Plan
+from proa.plan.speeds import Speed, Speeds
+
+# Reading by decode kernels: bf16 86 to 97 % on four machines (docs/lab/cpu-amx.md, cpu-zen5.md).
+RAM_SHARE = 0.9
+# All experts in VRAM, one request: 0.93 of the limit with fixed costs (docs/planning.md).
+VRAM_SHARE = 0.9
+# Copies of a prompt's experts: 95 to 97 % of PCIe's rate (docs/lab/prefill-h200.md).
+PCIE_SHARE = 0.95
+# Prompts' products, by instruction set: docs/lab/cpu-zen5.md (bf16 84, others 78 to 84; AVX2 63 to 71), cpu-amx.md.
+CPU_SHARES = MappingProxyType({"amx": 0.4, "avx512-bf16": 0.8, "avx512": 0.8, "avx2": 0.7, "scalar": 0.7})
+# With AMX, experts take the sum of reading and multiplying (docs/lab/cpu-amx.md: 128 to 4096 tokens in bf16).
+ADDS = frozenset({"amx"})
+# A GPU's products: linear layers; attention (58 and 60 % of the dense rate at 65536 tokens); experts by panels, of
+# which gate and up reach 298 and down 228 of 757 TFLOP/s (docs/lab/prefill-h200.md).
+GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.35
+# The host's launches of a layer op by op: 26 ms for 24 layers (docs/lab/prefill-h200.md).
+LAUNCH_S = 1.1e-3
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Rates per second; None: unknown, and not counted (vram: no GPU is used). overlaps: the CPU's experts take the
+    longer of reading and multiplying, else the sum. launch_s: of a layer of a prompt on a GPU, by the host."""
+
+    ram: float | None
+    cpu: float | None
+    vram: float | None
+    pcie: float | None
+    gpu: float | None
+    gpu_attention: float | None
+    gpu_experts: float | None
+    overlaps: bool = True
+    launch_s: float = 0.0
+
+
+def limits(speeds: Speeds) -> Reached:
+    """All of each rate."""
+    gpu = _part(speeds.gpu, 1)
+    return Reached(
+        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), _part(speeds.pcie, 1), gpu, gpu, gpu
+    )
+
+
+def attained(speeds: Speeds, plan: Plan) -> Reached:
+    """The shares that this plan's kernels reach. Plain torch, on a CPU or as a simulated GPU, has none: it counts with
+    all of each rate (a note says so)."""
+    if not plan.isa or (plan.gpu is not None and plan.gpu.simulated):
+        return limits(speeds)
+    gpu = speeds.gpu
+    return Reached(
+        ram=_part(speeds.ram, RAM_SHARE),
+        cpu=_part(speeds.cpu, CPU_SHARES[plan.isa]),
+        vram=_part(speeds.vram, VRAM_SHARE),
+        pcie=_part(speeds.pcie, PCIE_SHARE),
+        gpu=_part(gpu, GPU_SHARE),
+        gpu_attention=_part(gpu, ATTENTION_SHARE),
+        gpu_experts=_part(gpu, EXPERTS_SHARE),
+        overlaps=plan.isa not in ADDS,
+        launch_s=0.0 if plan.gpu is None else LAUNCH_S,
+    )
+
+
+def _part(speed: Speed | None, share: float) -> float | None:
+    return None if speed is None or speed.per_s is None else share * speed.per_s
