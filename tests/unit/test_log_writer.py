@@ -46,8 +46,10 @@ def test_a_stalled_reader_costs_lines_and_nothing_else() -> None:
             time.sleep(0.01)
     lines = seen.decode().splitlines()
     numbers = [int(line.split()[0]) for line in lines if line.endswith("xx")]
-    assert numbers == list(range(len(numbers)))
-    assert f"({500 - len(numbers)} log lines were dropped: nothing read them.)" in lines
+    assert numbers == sorted(numbers)
+    assert 10 <= len(numbers) < 100
+    said = [line for line in lines if line.endswith(" log lines were dropped: nothing read them.)")]
+    assert sum(int(line[1:].split()[0]) for line in said) == 500 - len(numbers)
 
 
 def test_a_reader_that_left_stops_nothing() -> None:
