@@ -49,7 +49,7 @@ class Job:
     continuous_usage: bool
     writer: ReplyWriter
     ends_with_usage: bool
-    parser: Callable[[], AnswerParser] = PlainText  # called once per choice, and once for its `kept`
+    parser: Callable[[], AnswerParser] = PlainText  # called once per choice
     one_call: bool = False  # an answer ends with its first tool call
     headers: Mapping[str, str] = field(default_factory=dict)  # of the response
     progress_object: Callable[[PromptProgress], Any] | None = None  # called only if the parameters ask for progress
@@ -65,9 +65,14 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
     usage.total_tokens = record.prompt_tokens = usage.prompt_tokens
     clock = _TokenClock(record, metrics)
-    parsers: defaultdict[Any, ChoiceParser] = defaultdict(lambda: ChoiceParser(job.parser(), one_call=job.one_call))
+    unused = [job.parser()]
+    markers = unused[0].kept
+
+    def new_parser() -> ChoiceParser:
+        return ChoiceParser(unused.pop() if unused else job.parser(), one_call=job.one_call)
+
+    parsers: defaultdict[Any, ChoiceParser] = defaultdict(new_parser)
     ended: set[tuple[int, int]] = set()  # by their first call
-    markers = job.parser().kept
     streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt, markers=markers) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:

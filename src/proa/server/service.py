@@ -16,6 +16,7 @@ from proa.errors import EngineDead, ProaError, ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.errors import ApiError, from_proa
+from proa.server.interrupt import InterruptedWorkError, unless
 from proa.server.precheck import Precheck
 from proa.server.stored_responses import StoredResponses
 
@@ -129,17 +130,11 @@ class Service:
     async def unless_draining(self, arriving: Coroutine[Any, Any, T]) -> T:
         """Await the client's upload. If the server starts draining before it is complete, refuse it like a new request
         (ApiError 503): a slow upload must not delay the shutdown."""
-        reading = asyncio.create_task(arriving)
-        ending = asyncio.create_task(self.draining.wait())
         try:
-            await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                self._refuse_if_unavailable()
-            return await reading
-        finally:
-            reading.cancel()
-            ending.cancel()
-            await asyncio.gather(reading, ending, return_exceptions=True)
+            return await unless(self.draining.wait, arriving)
+        except InterruptedWorkError:
+            self._refuse_if_unavailable()
+            raise
 
     def _refuse_if_unavailable(self) -> None:
         if self.is_draining:

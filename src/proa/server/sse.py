@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from proa.server.interrupt import InterruptedWorkError, unless
 
 FIRST_OBJECT_S = 2.0  # the status line waits this long for the first object, so that an early refusal has its own code
 KEEP_ALIVE_S = 10.0  # after this long without an event a keep-alive is sent, so that proxies do not time out
@@ -57,17 +60,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
     The request's body must have been read: after that, `receive` returns only the disconnect.
     """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        return await unless(partial(_disconnected, receive), work)
+    except InterruptedWorkError:
+        raise ClientGoneError from None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -135,7 +131,6 @@ class EventStream(Response):
         self._objects = objects
         self._frames = frames
         self._explain = explain
-        self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -145,24 +140,44 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        heartbeat = asyncio.create_task(self._keep_alive(send))
+        heartbeat = _Heartbeat(send, self._frames.keep_alive)
         try:
             async for item in self._objects:
-                await self._send(send, self._frames.event(item))
+                await heartbeat.send(self._frames.event(item))
         except Exception as error:  # noqa: BLE001 - the status line is sent: report the error as an event
-            await self._send(send, self._frames.event(self._explain(error)))
+            await heartbeat.send(self._frames.event(self._explain(error)))
         finally:
-            heartbeat.cancel()
-            await asyncio.gather(heartbeat, return_exceptions=True)
+            await heartbeat.end()
         await send({"type": "http.response.body", "body": self._frames.end, "more_body": False})
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        self._last_sent_s = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _keep_alive(self, send: Send) -> None:
-        self._last_sent_s = time.monotonic()
-        while True:
-            await asyncio.sleep(max(self._last_sent_s + KEEP_ALIVE_S - time.monotonic(), 0))
-            if time.monotonic() >= self._last_sent_s + KEEP_ALIVE_S:
-                await self._send(send, self._frames.keep_alive)
+class _Heartbeat:
+    """Sends parts of a body, and the keep-alive bytes whenever none was sent for KEEP_ALIVE_S."""
+
+    def __init__(self, send: Send, keep_alive: bytes) -> None:
+        self._send_message, self._keep_alive = send, keep_alive
+        self._beating: asyncio.Task[None] | None = None
+        self._schedule()
+
+    async def send(self, data: bytes) -> None:
+        self._last_s = time.monotonic()
+        await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Stop; wait for a keep-alive that is being sent."""
+        self._timer.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+
+    def _schedule(self) -> None:
+        self._last_s = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._beat)
+
+    def _beat(self) -> None:
+        left_s = self._last_s + KEEP_ALIVE_S - time.monotonic()
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._beat)
+            return
+        self._beating = asyncio.create_task(self.send(self._keep_alive))
+        self._schedule()

@@ -1,0 +1,42 @@
+"""Work of a request that an event ends: the client's disconnect, the server's shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class InterruptedWorkError(Exception):
+    """The event came before the work was done; the work was cancelled, and has cleaned up."""
+
+
+async def unless(event: Callable[[], Coroutine[Any, Any, object]], work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` in the calling task, and cancel it when `event()` returns. Raises InterruptedWorkError then.
+
+    Only the event has a task of its own, and nothing waits for its end. With a task for the work too, a request took
+    several iterations of the event loop more, each of which costs about as much as a token.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before, came = task.cancelling(), False
+
+    async def interrupt() -> None:
+        nonlocal came
+        await event()
+        came = True
+        task.cancel()
+
+    waiting = asyncio.create_task(interrupt())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if came and task.cancelling() - 1 <= before:  # else the task itself is cancelled too
+            raise InterruptedWorkError from None
+        raise
+    finally:
+        waiting.cancel()
+        if came:
+            task.uncancel()
