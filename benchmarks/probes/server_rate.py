@@ -103,9 +103,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=float, nargs="+", default=[SLOW_MS, 0.0], help="milliseconds of a step")
     parser.add_argument("--chat", action="store_true", help="by /v1/chat/completions")
     asked = parser.parse_args()
-    for step_ms in (SLOW_MS, 0.0):
+    for step_ms in asked.steps:
         asyncio.run(measure(asked, step_ms))
 
 

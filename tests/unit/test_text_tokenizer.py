@@ -48,6 +48,12 @@ def test_encodes_as_the_library_does(folder: Path) -> None:
     assert tokenizer.vocab_size == library.get_vocab_size()
 
 
+def test_a_file_of_a_folder_stands_for_the_folder(folder: Path) -> None:
+    whole, by_file = Tokenizer.load(folder), Tokenizer.load(folder / "tokenizer.json")
+    assert by_file.encode("Hello") == whole.encode("Hello")
+    assert by_file.template is not None
+
+
 def test_a_chat_is_rendered_and_gets_no_special_tokens_twice(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", add_bos_token=True, chat_template="{{ bos_token }}" + CHATML)
     tokenizer = Tokenizer.load(folder)

@@ -38,10 +38,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
-        """Load from a Hugging Face folder or a GGUF file, without network access or code from the checkpoint.
+        """Load from a Hugging Face folder, one of its .json or .model files, or a GGUF file, without network access or
+        code from the checkpoint.
 
         `chat_template`: path of a Jinja template that replaces the checkpoint's. Raises TokenizerError.
         """
+        if path.suffix in (".json", ".model") and path.is_file():
+            path = path.parent
         source = read_gguf(path) if path.is_file() else read_folder(path)
         if chat_template is None:
             return cls(source)

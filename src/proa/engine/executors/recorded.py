@@ -4,8 +4,10 @@ program's buffers. Never: requests."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from proa.types import TokenLogprob
 
 # Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
 KEPT_POSITIONS = 1 << 15
+BLOCKS = 5  # the time of a block is the median of so many: one that another program disturbed delays no later one
 
 
 class _Parts:
@@ -119,7 +122,8 @@ class RecordedExecutor:
         self._scored_logits = self._logits[:0]
         self._end = len(self._program)
         self._unfinished: list[RecordedStep] = []  # steps in parts; the last one is advanced
-        self._step_s = self._block_s = 0.0
+        self._step_s = 0.0
+        self._block_s = deque[float](maxlen=BLOCKS)  # seconds of the last blocks of the step in parts
 
     def launch(self, batch: StepBatch, after: RecordedStep | None = None, *, in_parts: bool = False) -> RecordedStep:
         step = RecordedStep(batch, time.perf_counter())
@@ -128,7 +132,7 @@ class RecordedExecutor:
             self._save(max(self._limits.sequences, batch.num_tokens))
             step.parts = _Parts()
             self._unfinished.append(step)
-            self._block_s = 0.0
+            self._block_s.clear()
             return step
         self._save(self._limits.sequences)
         rows = self._write_inputs(batch)
@@ -175,7 +179,7 @@ class RecordedExecutor:
         self.clock.lap(Stage.INPUTS)
         first, last = parts.num_blocks, min(parts.num_blocks + blocks, len(self._ends))
         self._program.run(self._ends[first - 1] if first else 0, self._ends[last - 1], rows)
-        self._block_s = (time.perf_counter() - began_s) / max(1, last - first)
+        self._block_s.append((time.perf_counter() - began_s) / max(1, last - first))
         parts.num_blocks = last
         done = last == len(self._ends)
         if done:
@@ -221,10 +225,10 @@ class RecordedExecutor:
         """Remove a step in parts. If another one goes on, its blocks are measured anew."""
         self._unfinished.remove(step)
         if self._unfinished:
-            self._block_s = 0.0
+            self._block_s.clear()
 
     def pace(self) -> Pace:
-        return Pace(self._step_s, self._block_s)
+        return Pace(self._step_s, median(self._block_s) if self._block_s else 0.0)
 
     def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
         if slots:
