@@ -257,6 +257,25 @@ def test_keep_alive_comments(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPat
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "x"
 
 
+def test_a_reader_that_stalls_gets_one_keep_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    begun = 0
+
+    async def send(message: object) -> None:
+        nonlocal begun
+        begun += 1
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        heartbeat = sse._Heartbeat(send, b": working\n\n")
+        await asyncio.sleep(0.2)
+        await heartbeat.end()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert begun == 1
+
+
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path

@@ -152,12 +152,14 @@ class EventStream(Response):
 
 
 class _Heartbeat:
-    """Sends parts of a body, and the keep-alive bytes whenever none was sent for KEEP_ALIVE_S."""
+    """Sends parts of a body, and the keep-alive bytes whenever none was sent for KEEP_ALIVE_S: one keep-alive at a
+    time, however long its reader stalls."""
 
     def __init__(self, send: Send, keep_alive: bytes) -> None:
         self._send_message, self._keep_alive = send, keep_alive
         self._beating: asyncio.Task[None] | None = None
-        self._schedule()
+        self._last_s = time.monotonic()
+        self._schedule(KEEP_ALIVE_S)
 
     async def send(self, data: bytes) -> None:
         self._last_s = time.monotonic()
@@ -170,14 +172,11 @@ class _Heartbeat:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
 
-    def _schedule(self) -> None:
-        self._last_s = time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._beat)
+    def _schedule(self, after_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._beat)
 
     def _beat(self) -> None:
         left_s = self._last_s + KEEP_ALIVE_S - time.monotonic()
-        if left_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._beat)
-            return
-        self._beating = asyncio.create_task(self.send(self._keep_alive))
-        self._schedule()
+        if left_s <= 0 and (self._beating is None or self._beating.done()):
+            self._beating = asyncio.create_task(self.send(self._keep_alive))
+        self._schedule(left_s if left_s > 0 else KEEP_ALIVE_S)
