@@ -288,16 +288,13 @@ def page_of_another_prompt_in_files(patch: Patch) -> None:
 
 
 def states_restored_in_part(patch: Patch) -> None:
-    """Of a stored copy of recurrent states, only the first half of each part is restored."""
-    cut = StateParts._cut
+    """Restoring a copy of recurrent states writes only the first half of each tensor's bytes."""
 
-    def half(self: StateParts, slot: int, part: int) -> Iterator[tuple[int, Tensor]]:
-        return ((at, rows[: len(rows) // 2]) for at, rows in cut(self, slot, part))
-
+    @torch.inference_mode()
     def write(self: StateParts, source: Tensor, slot: int, part: int) -> None:
-        with torch.inference_mode():
-            for at, rows in half(self, slot, part):
-                rows.copy_(source[at : at + len(rows)])
+        for at, rows in self._cut(slot, part):
+            half = len(rows) // 2
+            rows[:half].copy_(source[at : at + half])
 
     patch.setattr(StateParts, "write", write)
 

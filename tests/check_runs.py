@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import proa.check.run
-from proa.check.paths import NoPath, Path, paths
+from proa.check.paths import NoPath, paths
+from proa.check.paths import Path as OnePath
 from proa.check.run import Report, check
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
@@ -19,14 +20,14 @@ BUSY_S = 600.0  # a limit for machines that run other tests meanwhile
 
 
 def checked(
-    folder: FilePath, monkeypatch: pytest.MonkeyPatch, *, only: str = "", gpu: str = "none", seed: int = 1,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, only: str = "", gpu: str = "none", seed: int = 1,
     most_bytes: int | None = None, limit_s: float = BUSY_S, **options: Any,
 ) -> Report:  # fmt: skip
     """only: a path is run if this is a part of its name; or FASTEST."""
 
     def some(*args: Any) -> list[Any]:
         every = paths(*args)
-        on_cpu = next(path.name for path in every if isinstance(path, Path) and path.name.startswith("CPU, "))
+        on_cpu = next(path.name for path in every if isinstance(path, OnePath) and path.name.startswith("CPU, "))
         name = on_cpu if only == FASTEST else only
         return [path for path in every if isinstance(path, NoPath) or name in path.name]
 

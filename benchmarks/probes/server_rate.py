@@ -3,7 +3,8 @@
 A scripted engine (scripted_engine.py) gives every stream a token per step. Slow steps show the CPU time of an idle
 server for each token; steps without a pause show the highest rate.
 
-    python benchmarks/probes/server_rate.py [--model demo] [--streams 64] [--tokens 128] [--rounds 5] [--chat]
+    python benchmarks/probes/server_rate.py [--model demo] [--streams 64] [--tokens 128] [--rounds 5] [--steps 50 0]
+        [--chat]
 
 The client is a process of its own that reads bytes and parses nothing.
 """

@@ -41,8 +41,7 @@ from proa.plan.predict import (
 )
 from proa.plan.prepare import Prepared, prepare
 from proa.plan.roof import roof_at
-from proa.plan.stored import kept_types
-from proa.plan.work import Work, work_of
+from proa.plan.work import Work, planned_work
 from quick_plan import ram_of
 from tiny import make_tiny
 
@@ -128,8 +127,7 @@ def planned(
 
 
 def work_for(prepared: Prepared) -> Work:
-    stored = kept_types(ModelOptions(), prepared.declared, prepared.checkpoint) if prepared.plan.isa else {}
-    return work_of(prepared.plan, prepared.declared.spec, stored)
+    return planned_work(prepared.plan, ModelOptions(), prepared.declared, prepared.checkpoint)
 
 
 def published(name: str, quantised: dict[str, Any] | None) -> dict[str, Any]:

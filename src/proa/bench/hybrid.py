@@ -61,8 +61,7 @@ from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
-from proa.plan.stored import kept_types
-from proa.plan.work import work_of
+from proa.plan.work import planned_work
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"
@@ -296,8 +295,7 @@ class HybridBench:
         self._options, self._case, self._prepared = options, case, prepared
         self._ready, self._rates = ready, rates
         self._meter = ram_meter(case.engine.machine)
-        stored = kept_types(case.engine.model, prepared.declared, prepared.checkpoint)
-        self._work = work_of(prepared.plan, prepared.declared.spec, stored)
+        self._work = planned_work(prepared.plan, case.engine.model, prepared.declared, prepared.checkpoint)
         # With drift, each half of the vocabulary has its own hot experts: start in the lower half.
         vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab
         self._prompts = random_prompts(vocab, case.most, options.context)

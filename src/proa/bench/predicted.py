@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,15 +17,13 @@ from proa.plan.plan import Plan
 from proa.plan.predict import decode, prefill, speeds_of
 from proa.plan.prepare import Prepared, cpu_flops, ram_rate
 from proa.plan.speeds import Speed, Speeds
-from proa.plan.stored import kept_types
-from proa.plan.work import Work, work_of
+from proa.plan.work import Work, planned_work
 
 
 def work_of_engine(plan: Plan, asked: EngineOptions) -> Work:
     """The work of a running engine's plan; reads the model's headers again. Raises what `open_model` raises."""
     opened = open_model(Path(plan.path), plan.load_format, asked.model)
-    stored = kept_types(asked.model, opened.declared, opened.checkpoint) if plan.isa else {}
-    return work_of(plan, opened.declared.spec, stored)
+    return planned_work(plan, asked.model, opened.declared, opened.checkpoint)
 
 
 def measured_rates(plan: Plan, asked: EngineOptions, ram: RamRate) -> Rates | None:
@@ -73,8 +72,10 @@ def prompt_speeds(prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None
     return msgspec.structs.replace(speeds, vram=vram, pcie=pcie, gpu=flops)
 
 
-def predicted_ttft_s(prepared: Prepared, asked: EngineOptions, speeds: Speeds, tokens: int) -> float:
-    """Seconds of a prompt alone, without a cached prefix."""
-    plan, declared = prepared.plan, prepared.declared
-    stored = kept_types(asked.model, declared, prepared.checkpoint) if plan.isa else {}
-    return prefill(plan, work_of(plan, declared.spec, stored), speeds, tokens).seconds
+def predicted_ttft_s(
+    prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None, lengths: Sequence[int]
+) -> dict[int, float]:  # fmt: skip
+    """Seconds of a prompt of each length, alone and without a cached prefix. Arguments: see prompt_speeds."""
+    plan, speeds = prepared.plan, prompt_speeds(prepared, asked, gpu)
+    work = planned_work(plan, asked.model, prepared.declared, prepared.checkpoint)
+    return {tokens: prefill(plan, work, speeds, tokens).seconds for tokens in lengths}

@@ -19,7 +19,7 @@ from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
-from proa.bench.predicted import predicted_ttft_s, prompt_speeds
+from proa.bench.predicted import predicted_ttft_s
 from proa.bench.prefill_bound import Shape, bound_s, prediction_error
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
@@ -103,10 +103,8 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
         prepared = prepare(folder, asked)
         gpu = gpu_of(prepared.plan)
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
-        speeds = prompt_speeds(prepared, asked, rates)
-        predicted = {tokens: None if options.cached else predicted_ttft_s(prepared, asked, speeds, tokens)
-                     for tokens in lengths}  # fmt: skip
-        asyncio.run(_measure_all(options, shape, predicted, prepared, rates, notes, report))
+        predicted = {} if options.cached else predicted_ttft_s(prepared, asked, rates, lengths)
+        asyncio.run(_measure_all(options, shape, lengths, predicted, prepared, rates, notes, report))
 
 
 def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequence[int]) -> EngineOptions:
@@ -136,18 +134,18 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
 
 
 async def _measure_all(
-    options: PrefillOptions, shape: ModelShape, predicted: Mapping[int, float | None], prepared: Prepared,
-    rates: GpuRates | None, notes: Sequence[str], report: Callable[[Result], None],
+    options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], predicted: Mapping[int, float],
+    prepared: Prepared, rates: GpuRates | None, notes: Sequence[str], report: Callable[[Result], None],
 ) -> None:  # fmt: skip
-    """predicted: for each length to be measured, seconds to the first token."""
+    """predicted: by length, seconds to the first token; empty behind a cached prefix."""
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
         rows = (*prepared.plan.decisions, *ready.decisions)
         said = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
-        for tokens, predicted_s in predicted.items():
+        for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
-            figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted_s}
+            figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
             report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *said)))
     finally:
         await engine.close()

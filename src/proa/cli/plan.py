@@ -55,20 +55,19 @@ def run(argv: Sequence[str]) -> int:
     from proa.obs.version import proa_version
     from proa.plan.nodes import node_shares
     from proa.plan.predict import predict
-    from proa.plan.stored import kept_types
-    from proa.plan.work import work_of
+    from proa.plan.work import planned_work
 
     prepared, rates = _prepared(command)
-    plan, spec = prepared.plan, prepared.declared.spec
-    stored = kept_types(command.engine.model, prepared.declared, prepared.checkpoint) if plan.isa else {}
+    plan = prepared.plan
+    work = planned_work(plan, command.engine.model, prepared.declared, prepared.checkpoint)
     report = PlanReport(
         version=proa_version(),
         plan=plan,
-        spec=spec,
+        spec=prepared.declared.spec,
         machine=prepared.machine,
         machine_file=command.machine,
         nodes=node_shares(plan, prepared.machine),
-        predictions=predict(plan, work_of(plan, spec, stored), rates),
+        predictions=predict(plan, work, rates),
         asked=given_options(command.engine, parsed.sources),
         seconds=time.perf_counter() - begin_s,
     )

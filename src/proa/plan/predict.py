@@ -173,7 +173,8 @@ def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
 def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
     chunks = list(_steps(rows, plan.max_batch_tokens))
-    computed = [term for at, count in chunks for term in _launched(plan, work, rates, first + at, count)]
+    dense = [_dense_term(plan, work, rates, first + at, count) for at, count in chunks]
+    computed = [*dense, *(_launch_term(work, rates, seconds) for _, seconds in dense)]
     copies_s = 0.0
     for layer, count in work.moe.items():
         if layer.in_ram:
@@ -214,18 +215,21 @@ def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: i
     return replace(found, computed_s=max(found.cpu_s, gpu_s))
 
 
-def _launched(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> list[tuple[str, float]]:
-    """Seconds of a step for all but routed experts, by what takes them."""
+def _dense_term(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> tuple[str, float]:
+    """Seconds of a step for all but routed experts."""
     spec, at = work.spec, first + rows / 2
     nbytes = work.dense_bytes + _past_bytes(plan, spec, first)
     flops = rows * work.dense_flops
     past_flops = rows * sum(mixer.pair_flops * mixer.seen(at) for mixer in spec.mixers)
     if rates.vram is None:
-        return [_longer((RAM, _seconds(nbytes, rates.ram)), (CPU, _seconds(flops + past_flops, rates.cpu)))]
+        return _longer((RAM, _seconds(nbytes, rates.ram)), (CPU, _seconds(flops + past_flops, rates.cpu)))
     gpu_s = _seconds(flops, rates.gpu) + _seconds(past_flops, rates.gpu_attention)
-    longer = _longer((VRAM, _seconds(nbytes, rates.vram)), (GPU, gpu_s))
-    launches_s = len(spec.blocks) * rates.launch_s  # the host launches op by op, ahead of the GPU
-    return [longer, (FIXED, max(0.0, launches_s - longer[1]))]
+    return _longer((VRAM, _seconds(nbytes, rates.vram)), (GPU, gpu_s))
+
+
+def _launch_term(work: Work, rates: Reached, computed_s: float) -> tuple[str, float]:
+    """Seconds by which the host's launches of a step, op by op, take longer than what the GPU computes meanwhile."""
+    return FIXED, max(0.0, len(work.spec.blocks) * rates.launch_s - computed_s)
 
 
 def _cpu_terms(layer: MoeWork, rates: Reached, rows: int) -> list[tuple[str, float]]:
@@ -237,9 +241,8 @@ def _cpu_terms(layer: MoeWork, rates: Reached, rows: int) -> list[tuple[str, flo
 
 def _step_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one step by what takes them, part after part."""
-    spec = work.spec
-    launched = _launched(plan, work, rates, first, rows)
-    beside = [term for term in launched if term[0] != FIXED]
+    dense = _dense_term(plan, work, rates, first, rows)
+    terms = [dense]
     for layer, count in work.moe.items():
         in_ram = _cpu_terms(layer, rates, rows)
         in_vram: tuple[str, float] = (VRAM, 0.0)
@@ -247,14 +250,13 @@ def _step_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
             in_vram = _longer((VRAM, _seconds(layer.vram_bytes(rows), rates.vram)),
                               (GPU, _seconds(layer.vram_flops(rows), rates.gpu_experts)))  # fmt: skip
             if layer.in_ram:
-                in_ram.append((PCIE, _seconds(rows * spec.hidden * _CROSSING_BYTES, rates.pcie)))
+                in_ram.append((PCIE, _seconds(rows * work.spec.hidden * _CROSSING_BYTES, rates.pcie)))
         for name, seconds in in_ram if sum(s for _, s in in_ram) > in_vram[1] else [in_vram]:
-            beside.append((name, count * seconds))
-    yield from beside
-    if plan.gpu is None or not plan.gpu.gpu_only:
-        yield from (term for term in launched if term[0] == FIXED)
-        return
-    yield FIXED, max(0.0, len(spec.blocks) * rates.launch_s - sum(seconds for _, seconds in beside))
+            terms.append((name, count * seconds))
+    yield from terms
+    # The CPU's experts wait for the launches before them, the GPU's do not.
+    gpu_only = plan.gpu is not None and plan.gpu.gpu_only
+    yield _launch_term(work, rates, sum(seconds for _, seconds in terms) if gpu_only else dense[1])
 
 
 def _longer(*terms: tuple[str, float]) -> tuple[str, float]:

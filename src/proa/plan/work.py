@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from proa.config.options import ModelOptions
+from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.placement import MoeLayer, moe_layers
 from proa.plan.plan import Plan
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, past_bytes
+from proa.plan.stored import kept_types
+from proa.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,11 @@ class Work:
     dense_flops: int
     head_bytes: int
     moe: Mapping[MoeWork, int] = field(default_factory=dict)
+
+
+def planned_work(plan: Plan, asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> Work:
+    """The work of a plan of this model. Raises what `kept_types` raises."""
+    return work_of(plan, declared.spec, kept_types(asked, declared, checkpoint) if plan.isa else {})
 
 
 def work_of(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Work:
