@@ -1,8 +1,7 @@
 """What kernels reach of a machine's rates: shares that were measured, by which predictions are longer than limits.
 Pure. Never: rates, fixed costs of decode.
 
-Each share is that of kernels alone (docs/lab), or of a bench of one part; none is fitted to the whole times with which
-docs/planning.md compares predictions, except where it says so.
+Most shares were measured for kernels alone. Those that come from whole times, or from no measurement, say so.
 """
 
 from __future__ import annotations
@@ -13,20 +12,21 @@ from types import MappingProxyType
 from proa.plan.plan import Plan
 from proa.plan.speeds import Speed, Speeds
 
-# Reading by decode kernels: bf16 86 to 97 % on four machines (docs/lab/cpu-amx.md, cpu-zen5.md).
+# Reading by decode kernels: bf16 86 to 97 % on three machines (docs/missed.md, decision 012).
 RAM_SHARE = 0.9
-# All experts in VRAM, one request: 0.93 of the limit with fixed costs (docs/planning.md).
+# From a whole time: decode of one request, all experts in VRAM, 0.93 of the limit with fixed costs.
 VRAM_SHARE = 0.9
-# Copies of a prompt's experts: 95 to 97 % of PCIe's rate (docs/lab/prefill-h200.md).
+# Copies of a prompt's experts alone: 95 to 97 % of PCIe's rate, up to 8192 tokens (docs/lab/prefill-h200.md).
 PCIE_SHARE = 0.95
-# Prompts' products, by instruction set: docs/lab/cpu-zen5.md (bf16 84, others 78 to 84; AVX2 63 to 71), cpu-amx.md.
+# Prompts' products, by instruction set: bf16 84, others 78 to 84; AVX2 63 to 71 (docs/lab/cpu-zen5.md); AMX 20 to 36
+# with reading (cpu-amx.md). Assumed: AVX-512 without BF16 as with it, scalar code as AVX2.
 CPU_SHARES = MappingProxyType({"amx": 0.4, "avx512-bf16": 0.8, "avx512": 0.8, "avx2": 0.7, "scalar": 0.7})
 # With AMX, experts take the sum of reading and multiplying (docs/lab/cpu-amx.md: 128 to 4096 tokens in bf16).
 ADDS = frozenset({"amx"})
-# A GPU's products: linear layers; attention (58 and 60 % of the dense rate at 65536 tokens); experts by panels, of
-# which gate and up reach 298 and down 228 of 757 TFLOP/s (docs/lab/prefill-h200.md).
+# A GPU's products: linear layers, assumed; attention, from whole times (58 and 60 % of the dense rate at 65536 tokens);
+# experts by panels, of which gate and up reach 298 and down 228 of 757 TFLOP/s (docs/lab/prefill-h200.md).
 GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.35
-# The host's launches of a layer op by op: 26 ms for 24 layers (docs/lab/prefill-h200.md).
+# The host's launches of a layer op by op: 26 ms for 24 layers, of a prompt of 512 tokens (docs/lab/prefill-h200.md).
 LAUNCH_S = 1.1e-3
 
 
