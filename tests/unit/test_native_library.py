@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 
 from proa import native
 from proa.errors import NativeError, NumericsError, ResourceError
-from proa.native.library import ABI_VERSION, PATH, Library, Signatures, error_of, library
+from proa.native.library import ABI_VERSION, PATH, Library, Signatures, error_of, finalizer, library
 
 HEADER = "".join(p.read_text() for p in sorted((Path(__file__).parents[2] / "csrc" / "include" / "proa").glob("*.h")))
 
@@ -178,3 +180,21 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_function_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(NativeError, match="no function proa_later"):
         fake(tmp_path).bind({"proa_later": ()})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's, of a process with threads
+def test_a_forked_process_destroys_no_handle() -> None:
+    """Its parent's threads and pinned memory do not exist there: a process that compiled kernels crashed on a GPU."""
+
+    class Owner:
+        pass
+
+    calls, owner = list[int](), Owner()
+    finalizer(owner, lambda handle: calls.append(os.getpid()), ctypes.c_void_p(1), None)
+    if not (child := os.fork()):
+        del owner
+        gc.collect()
+        os._exit(len(calls))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del owner
+    assert calls == [os.getpid()]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,12 +40,17 @@ def library() -> Library:
 
 def finalizer(of: object, destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object) -> Any:
     """Make the weakref.finalize that destroys a handle when `of` is collected. keep: objects that the handle's thread
-    uses; the reference keeps them alive until the handle is destroyed, even if all are garbage together."""
-    return weakref.finalize(of, _destroy, destroy, handle, keep)
+    uses; the reference keeps them alive until the handle is destroyed, even if all are garbage together.
+
+    A process forked from this one has neither the thread nor its pinned memory: there the handle is left alone."""
+    return weakref.finalize(of, _destroy, destroy, handle, keep, os.getpid())
 
 
-def _destroy(destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object) -> None:
-    destroy(handle)
+def _destroy(
+    destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object, process: int
+) -> None:  # fmt: skip
+    if os.getpid() == process:
+        destroy(handle)
 
 
 class Library:

@@ -9,7 +9,7 @@ import weakref
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
-from proa.native.library import Signatures, library
+from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Rows
 
@@ -185,7 +185,7 @@ class Program:
         self._handle = c_void_p()
         _native().proa_program_create(pool.handle, most_rows, most_sequences, most_pages, ctypes.byref(self._handle))
         self._keep: list[object] = []
-        weakref.finalize(self, _native().proa_program_destroy, self._handle)
+        finalizer(self, _native().proa_program_destroy, self._handle, pool)
 
     def __len__(self) -> int:
         size = c_int64()
