@@ -3,7 +3,7 @@
 Everything runs in CUDA graphs over several copies of the weights, so that L2 does not flatter. The share is bytes of
 weights over the time, by the rate at which this GPU copies (read and written) in the same run.
 Formats other than bfloat16 hold random codes, and scales that are numbers.
-Run: PYTHONPATH=src python benchmarks/probes/gpu_experts.py [linear] [experts] [blocks] [rows] [sweep] [--format int4-f16]...
+Run: PYTHONPATH=src python benchmarks/probes/gpu_experts.py [linear] [experts] [blocks] [sweep] [--format int4-f16]...
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -26,7 +25,7 @@ from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.table import RouterRule
-from proa.ops.triton import experts_few, experts_grouped, experts_rows
+from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.expert_sum import Into, Watch, combine
 from proa.ops.triton.experts import expert_space, experts
@@ -177,16 +176,6 @@ class Case:
         at, by = routing.at.down, self.space.groups
         experts_grouped.down_grouped(self.space.h, at, by, size, self.shape, self.space.partial)
 
-    def by_rows(self, routing: Routing, space: experts_rows.RowsSpace, up: bool) -> None:
-        """gate_up or down, with the group's pairs sorted, which belong to one routing."""
-        at, by = routing.at, self.space.groups
-        self.group(routing, experts_rows.BLOCK)
-        experts_rows.find(at, by, space)
-        if up:
-            experts_rows.gate_up_rows(self.x, at, by, self.shape, space, self.space.h)
-        else:
-            experts_rows.down_rows(self.space.h, at, by, self.shape, space, self.space.partial)
-
 
 def time_experts(copy: float, layers: Sequence[Layer]) -> None:
     for tokens in TOKENS:
@@ -253,20 +242,6 @@ def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
             time_few(case, f"{tokens} tokens: pair by pair", copy)
         for size in experts_grouped.BLOCK_TOKENS:
             time_grouped(case, size, f"{tokens} tokens: blocks of {size}", copy)
-
-
-def time_rows(copy: float, layers: Sequence[Layer]) -> None:
-    """Experts of many tokens: by blocks of panels, and over dequantised rows, some experts at a time."""
-    of = layers[0].shape
-    for tokens in (512, 1024, 2048, 4096, 8192):
-        case = Case(layers, tokens)
-        time_grouped(case, 128, f"{tokens} tokens: blocks of 128", copy)
-        for tile, mib in itertools.product(experts_rows._TILES[:2], (1024, 256)):
-            space = experts_rows.rows_space(mib << 20, EXPERTS, of, tile.shared_bytes, DEVICE)
-            calls = (partial(case.by_rows, space=space, up=up) for up in (True, False))
-            up, down = (case.each(call) for call in calls)
-            name = f"{tokens} tokens: rows, {mib} MiB, {tile.rows}, up {up:.1f} us"
-            row(name, up + down, case.nbytes, case.flops, copy)
 
 
 def sweep_linear(copy: float) -> None:
@@ -363,12 +338,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in (FORMS if "all" in named else named) if set(what) - {"linear"} else ():
         print(f"experts of {name}:")
         layers = [Layer(ExpertShape(2048, 768, FORMS[name], FORMS[name])) for _ in range(LAYERS)]
-        for part, run in (
-            ("experts", time_experts),
-            ("blocks", time_blocks),
-            ("rows", time_rows),
-            ("sweep", time_sweep),
-        ):
+        for part, run in (("experts", time_experts), ("blocks", time_blocks), ("sweep", time_sweep)):
             if part in what:
                 run(copy, layers)
 

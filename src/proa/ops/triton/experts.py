@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proa.native.formats import BF16_FORM, PANEL_ROWS
+from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
 from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_fp8 import Fp8Space, down_fp8, fp8_space, gate_up_fp8, pays
@@ -21,11 +21,9 @@ from proa.ops.triton.experts_grouped import (
     group,
     groups,
 )
-from proa.ops.triton.experts_rows import BLOCK, RowsSpace, down_rows, find, gate_up_rows, rows_space
 from proa.ops.triton.fp8_rows import round_rows
 
 FEW_PAIRS = 64  # up to this many, hardly any two pairs share an expert
-ROWS_PAIRS = 128  # per expert on average: so many are worth dequantising its matrices
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,19 @@ class ExpertSpace:
     partial: Tensor  # float32 [pairs, hidden]: outputs of the pairs, not yet multiplied by their weights
     groups: Groups
     fp8: Fp8Space | None = None  # activations rounded to e4m3, for many tokens
-    rows: RowsSpace | None = None  # dequantised matrices, for very many tokens
 
 
 def expert_space(
-    tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False,
-    rows_bytes: int = 0, shared_bytes: int = 0,
+    tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
 ) -> ExpertSpace:  # fmt: skip
     """Allocate buffers for batches of up to `tokens`. fp8: with many tokens, round activations to e4m3 if the experts
-    are e4m3 and it is faster. rows_bytes: most bytes of dequantised matrices; shared_bytes: a thread block's shared
-    memory."""
+    are e4m3 and it is faster."""
     pairs = tokens * top_k
-    rows = None
-    if not fp8 and BF16_FORM not in (of.up_form, of.down_form):
-        rows = rows_space(rows_bytes, experts, of, shared_bytes, device)
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
         torch.empty(pairs, of.hidden, dtype=torch.float32, device=device),
         groups(pairs, experts, device),
         fp8_space(tokens, top_k, of, device) if fp8 else None,
-        rows,
     )
 
 
@@ -78,12 +69,6 @@ def experts(
         down(space.h, at.down, of, space.partial, down_bias, in_pieces=in_pieces)
         return
     by, total = space.groups, len(space.groups.counts)
-    if space.rows is not None and pairs >= ROWS_PAIRS * total:
-        group(at.ids, total, BLOCK, by)
-        find(at, by, space.rows)
-        gate_up_rows(x, at, by, of, space.rows, space.h, up_bias)
-        down_rows(space.h, at, by, of, space.rows, space.partial, down_bias)
-        return
     rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)
     exact = rounded.x is None and rounded.h is None
     size = block_tokens(pairs, total, coded(of) and exact)
