@@ -70,7 +70,6 @@ def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step and engine.abort(f"{i}"):
                 aborted.add(f"{i}")
         if not engine.has_work and step >= max((a.step for a in arrivals), default=0):
-            engine.settle()
             return {number: answer for number, answer in answers.items() if number not in aborted}
         for event in engine.step():
             assert event.finish != "error", event.error

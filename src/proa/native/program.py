@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import weakref
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
