@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from proa.engine.ipc import Loading
 
 pytest.importorskip("triton")
 
-from proa.engine.building.compile_ahead import Done, Event, Listed, compile_all
+from proa.engine.building.compile_ahead import Done, Event, Listed, begin_forked, compile_all, start_forked
 from proa.engine.building.compiling import Compiling
 from proa.ops.ahead import Compiled, Variant
 
@@ -177,3 +181,31 @@ time.sleep(120)
         while any(Path(f"/proc/{pid}/stat").exists() for pid in {forked, *workers}):
             assert time.monotonic() < end
             time.sleep(0.05)
+
+
+def _collect(parent: int, to: Connection) -> None:
+    begin_forked(parent)
+    gc.collect()
+    to.send("collected")
+
+
+def test_a_forked_process_collects_no_garbage_of_its_parent() -> None:
+    """On a GPU its destructors reach for pinned memory and threads that only the parent has: a segmentation fault."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    garbage, (mine, its) = Cycle(), multiprocessing.Pipe()
+    weakref.finalize(garbage, its.send, "destroyed")
+    gc.disable()
+    try:
+        del garbage
+        process = multiprocessing.get_context("fork").Process(target=_collect, args=(os.getpid(), its))
+        start_forked(process)
+        assert mine.recv() == "collected"
+        process.join()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert mine.recv() == "destroyed"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from proa.engine.building.compile_ahead import end_with, start_forked
+from proa.engine.building.compile_ahead import begin_forked, start_forked
 from proa.errors import ProaError
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def run_apart(work: Callable[[], T], limit_s: float) -> T:
 
 def _run(work: Callable[[], T], to: Connection, parent: int) -> None:
     """In the forked process: send ("result", result), ("ProaError", its parts) or ("error", text)."""
-    end_with(parent)
+    begin_forked(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     found: tuple[str, object]
     try:

@@ -8,6 +8,7 @@ kernel that it was compiling is reported as failed, and another process takes it
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -173,15 +174,17 @@ def start_forked(process: BaseProcess) -> None:
         process.start()
 
 
-def end_with(parent: int) -> None:
-    """Have the calling process killed when its parent, which has this process id, ends."""
+def begin_forked(parent: int) -> None:
+    """Prepare the calling process, which was forked. It is killed when its parent, which has this process id, ends. It
+    collects none of its parent's garbage: pinned memory and threads that belong to such objects do not exist here."""
+    gc.freeze()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 
 def _work(variants: Sequence[Variant], compiler: Compiler, asked: Connection, parent: int) -> None:
-    end_with(parent)
+    begin_forked(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.nice(_NICENESS)
     while True:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from proa.engine.building.compile_ahead import Done, Event, Listed, end_with, start_forked
+from proa.engine.building.compile_ahead import Done, Event, Listed, begin_forked, start_forked
 from proa.engine.ipc import Loading
 from proa.obs.progress import COMPILING
 from proa.obs.units import format_duration
@@ -124,7 +124,7 @@ class Compiling:
 
 def _run(events: Callable[[], Iterator[Event]], to: Connection, parent: int) -> None:
     """Run in the forked process: send every event, then None; an error is sent as a string."""
-    end_with(parent)
+    begin_forked(parent)
     try:
         for event in events():
             to.send(event)
