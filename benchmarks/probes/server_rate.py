@@ -18,7 +18,8 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from server_cost import clients, prompt
@@ -55,12 +56,14 @@ def request(tokens: int, *, chat: bool) -> bytes:
     return head.encode() + b"content-type: application/json\r\n\r\n" + content
 
 
-async def measure(asked: argparse.Namespace, step_ms: float) -> None:
+@asynccontextmanager
+async def serving(model: str, streams: int, step_ms: float) -> AsyncIterator[int]:
+    """Serve `model` by a scripted engine; yields the port."""
     listener, ready = bind("127.0.0.1", 0), asyncio.Event()
 
     async def launch(progress: Callable[[str, int, int], None]) -> AsyncLLM:
-        options = from_keywords(EngineOptions, max_running=asked.streams, gpu="none")
-        prepared = await asyncio.to_thread(prepare, asked.model, options)
+        options = from_keywords(EngineOptions, max_running=streams, gpu="none")
+        prepared = await asyncio.to_thread(prepare, model, options)
         text = Tokenizer.load(prepared.checkpoint.tokenizer_path, None).encode(TEXT, add_special_tokens=False)
         made = await AsyncLLM.launch_prepared(prepared, options, early=ScriptedProcess(step_ms, text))
         await made.engine.wait_ready()
@@ -68,34 +71,44 @@ async def measure(asked: argparse.Namespace, step_ms: float) -> None:
         return made
 
     shutdown = Shutdown()
-    serving = asyncio.create_task(serve_on(listener, launch, asked.model, ServerOptions(), lambda text: None, shutdown))
-    mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=clients, args=(listener.getsockname()[1], theirs))
-    process.start()
+    server = asyncio.create_task(serve_on(listener, launch, model, ServerOptions(), lambda text: None, shutdown))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait((server, waiting), return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        await server  # raises why it has ended
+        raise SystemExit("the server has ended")
+    await asyncio.sleep(1.0)
     try:
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            return
-        await asyncio.sleep(1.0)
-        rates, cpu_us = list[float](), list[float]()
-        for number in range(asked.rounds + 1):
-            before_s = time.process_time()
-            mine.send([request(asked.tokens, chat=asked.chat) for _ in range(asked.streams)])
-            _, seconds = await asyncio.to_thread(mine.recv)
-            if number:
-                rates.append(asked.streams * asked.tokens / seconds)
-                cpu_us.append(1e6 * (time.process_time() - before_s) / asked.streams / asked.tokens)
-        print(
-            f"steps of {step_ms:g} ms: {statistics.median(rates):7.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), "
-            f"server {statistics.median(cpu_us):6.1f} us of CPU per token ({min(cpu_us):.1f} to {max(cpu_us):.1f})",
-            flush=True,
-        )
+        yield listener.getsockname()[1]
     finally:
-        mine.send(None)
         shutdown.request()
-        await serving
-        process.join()
+        await server
+
+
+async def measure(asked: argparse.Namespace, step_ms: float) -> None:
+    async with serving(asked.model, asked.streams, step_ms) as port:
+        mine, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=clients, args=(port, theirs))
+        process.start()
+        try:
+            rates, cpu_us = list[float](), list[float]()
+            for number in range(asked.rounds + 1):
+                before_s = time.process_time()
+                mine.send([request(asked.tokens, chat=asked.chat) for _ in range(asked.streams)])
+                _, seconds = await asyncio.to_thread(mine.recv)
+                if number:
+                    rates.append(asked.streams * asked.tokens / seconds)
+                    cpu_us.append(1e6 * (time.process_time() - before_s) / asked.streams / asked.tokens)
+            print(
+                f"steps of {step_ms:g} ms: {statistics.median(rates):7.0f} tokens/s ({min(rates):.0f} to "
+                f"{max(rates):.0f}), server {statistics.median(cpu_us):6.1f} us of CPU per token ({min(cpu_us):.1f} to "
+                f"{max(cpu_us):.1f})",
+                flush=True,
+            )
+        finally:
+            mine.send(None)
+            process.join()
 
 
 def main() -> None:

@@ -211,6 +211,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Convert each field to its declared type or raise RequestError: a wrong type would fail only in the engine."""
         values = msgspec.structs.asdict(self)
         for field in _sampling_fields():
+            if values[field.name] is field.default:
+                continue
             try:
                 checked = msgspec.convert(values[field.name], field.type)
             except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Message
 
 import programs
 from fakes import FakeEngine, Reply
@@ -257,23 +258,28 @@ def test_keep_alive_comments(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPat
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "x"
 
 
-def test_a_reader_that_stalls_gets_one_keep_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stalls_at", "sent"), [("http.response.start", 1), ("http.response.body", 2)])
+def test_a_reader_that_stalls_gets_one_keep_alive_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, stalls_at: str, sent: int
+) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(sse, "FIRST_OBJECT_S", 0.01)
     begun = 0
 
-    async def send(message: object) -> None:
+    async def send(message: Message) -> None:
         nonlocal begun
         begun += 1
-        await asyncio.Event().wait()
+        if message["type"] == stalls_at:
+            await asyncio.Event().wait()
 
     async def run() -> None:
-        heartbeat = sse._Heartbeat(send, b": working\n\n")
+        body = sse._Body(send, {"type": "http.response.start"}, b": working\n\n")
         await asyncio.sleep(0.2)
-        await heartbeat.end()
+        await body.end()
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
-    assert begun == 1
+    assert begun == sent
 
 
 SCRIPT = """

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from proa.errors import ProaError
 from proa.server import generate, models, ollama, openapi, status
 from proa.server.dialect import error_response
+from proa.server.direct import DirectEndpoints, Endpoint
 from proa.server.errors import ApiError, from_proa, json_response
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
@@ -23,7 +24,9 @@ def build_app(service: Service) -> FastAPI:
     """Build the HTTP application described in docs/api.md. server/body.py parses bodies instead of FastAPI, so that
     every error has its protocol's format; therefore server/openapi.py makes /openapi.json."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    _add_generating_routes(app, service)
+    generating = _generating_endpoints(service)
+    for path, endpoint in generating.items():
+        app.post(path, response_model=None)(endpoint)
     _add_ollama_routes(app, service)
     _add_model_routes(app, service)
     _add_status_routes(app, service)
@@ -32,6 +35,7 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     _add_description(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    app.add_middleware(DirectEndpoints, endpoints=generating)
     app.add_middleware(RequestMiddleware, service=service, paths=paths)
     if service.options.cors_origin:
         app.add_middleware(  # outermost: CORS preflight requests carry no API key
@@ -44,33 +48,38 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generating_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
+def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
+    """Return the endpoints that generate text, by their paths."""
+
     async def chat_completions(request: Request) -> Response:
         return await generate.chat_completions(request, service)
 
-    @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
         return await generate.completions(request, service)
 
-    @app.post("/v1/responses", response_model=None)
     async def responses(request: Request) -> Response:
         return await generate.responses(request, service)
 
-    @app.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
         return await generate.messages(request, service)
 
-
-def _add_ollama_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/api/chat", response_model=None)
     async def chat(request: Request) -> Response:
         return await generate.ollama_chat(request, service)
 
-    @app.post("/api/generate", response_model=None)
     async def complete(request: Request) -> Response:
         return await generate.ollama_generate(request, service)
 
+    return {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/responses": responses,
+        "/v1/messages": messages,
+        "/api/chat": chat,
+        "/api/generate": complete,
+    }
+
+
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.get("/api/tags", response_model=None)
     @app.get("/api/ps", response_model=None)
     async def tags() -> Response:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.server import ollama
-from proa.server.answer import Job, ReplyWriter, answer_objects
+from proa.server.answer import Job, answer_objects
 from proa.server.anthropic import messages_job
 from proa.server.anthropic_schema import MessagesRequest
 from proa.server.chat import chat_job
@@ -27,7 +28,7 @@ from proa.server.responses import responses_job
 from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ChatRequest, CompletionRequest, GeneratingRequest
 from proa.server.service import RequestRecord, Service
-from proa.server.sse import EventStream, PrefetchedStream, unless_disconnected
+from proa.server.sse import WhileConnected, send_events
 
 log = logging.getLogger(__name__)
 
@@ -63,32 +64,31 @@ async def ollama_generate(request: Request, service: Service) -> Response:
 async def _generate(
     request: Request, service: Service, endpoint: Endpoint, schema: type[R], make_job: MakeJob[R]
 ) -> Response:
-    """Serve one request. All checks run before the first byte of a stream, so that a refusal has its own status."""
+    """Serve one request. All checks run before the first byte of the response, so that a refusal has its own status."""
     asked, ignored = await read_request(request, service, endpoint, schema)
     if asked.is_empty:
         return ollama.loaded(service)
-    llm, record, receive = service.ready(), record_of(request), request.receive
+    llm, record = service.ready(), record_of(request)
     await service.turns.next()
-    job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
-    ignored_fields = ignored_header([*ignored, *asked.without_effect(job.params)])
-    headers = {**ignored_fields, **job.headers}
-    objects = answer_objects(llm, job, record, service.metrics)
-    if asked.stream:
-        opened = await unless_disconnected(receive, PrefetchedStream.open(objects))
-        dialect = dialect_of(request.url.path)
-        return EventStream(opened, dialect.frames, _explainer(record, dialect), headers)
-    answer = await unless_disconnected(receive, _folded(objects, job.writer))
-    return json_response(answer, headers=headers)
+
+    async def answer(send: Send) -> None:
+        job = await make_job(llm, asked, record.request_id, service.model_name)
+        headers = {**ignored_header([*ignored, *asked.without_effect(job.params)]), **job.headers}
+        objects = answer_objects(llm, job, record, service.metrics)
+        if asked.stream:
+            dialect = dialect_of(request.scope["path"])
+            await send_events(objects, dialect.frames, _explainer(record, dialect), headers, send)
+        else:
+            folded = job.writer.fold([item async for item in objects])
+            await json_response(folded, headers=headers)(request.scope, request.receive, send)
+
+    return WhileConnected(answer)
 
 
 def record_of(request: Request) -> RequestRecord:
     """Return the record that the middleware attached to this request."""
     record: RequestRecord = request.state.record
     return record
-
-
-async def _folded(objects: AsyncGenerator[Any, None], writer: ReplyWriter) -> Any:
-    return writer.fold([item async for item in objects])
 
 
 def _explainer(record: RequestRecord, dialect: Dialect) -> Callable[[Exception], object]:

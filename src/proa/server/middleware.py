@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Collection
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proa.obs.metrics import Outcome
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 ANTHROPIC_ID_HEADER = "request-id"  # the header that Anthropic's clients read
 OPEN_PATHS = ("/health", "/metrics", "/version")  # without API key, for supervisors and Prometheus
+_ID_HEADERS = (REQUEST_ID_HEADER.encode(), ANTHROPIC_ID_HEADER.encode())
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _DISCONNECTED = "the client disconnected"
 
@@ -49,8 +50,8 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(raw=message["headers"])
-                headers[REQUEST_ID_HEADER] = headers[ANTHROPIC_ID_HEADER] = record.request_id
+                request_id = record.request_id.encode("latin-1")
+                message["headers"] += ((name, request_id) for name in _ID_HEADERS)
             await send(message)
 
         self._service.in_flight += 1
@@ -87,11 +88,13 @@ class RequestMiddleware:
 
 def _request_id(headers: Headers) -> str:
     given = headers.get(REQUEST_ID_HEADER, "")
-    return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if _SAFE_ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
 
 
 def _printable(text: str) -> str:
     """Escape control characters: client input must not break the log line or colour the terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from proa.server.interrupt import InterruptedWorkError, unless
 
 FIRST_OBJECT_S = 2.0  # the status line waits this long for the first object, so that an early refusal has its own code
 KEEP_ALIVE_S = 10.0  # after this long without an event a keep-alive is sent, so that proxies do not time out
+
+_NO_BUFFERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ class Frames:
     event: Callable[[Any], bytes]
     keep_alive: bytes
     end: bytes
-    media_type: str = "text/event-stream"
+    media_type: str = "text/event-stream; charset=utf-8"
 
 
 PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n")
@@ -71,97 +73,73 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class PrefetchedStream(Generic[T]):
-    """An async generator whose first item is already being produced. `aclose` closes it, read or not."""
+class WhileConnected(Response):
+    """A response that `answer` makes and sends. It is cancelled if the client disconnects, and ClientGoneError raised;
+    an error that it raises before it has sent anything becomes an error response."""
 
-    def __init__(self, items: AsyncGenerator[T, None]) -> None:
-        self._items = items
-        self._first: asyncio.Future[T] | None = asyncio.ensure_future(anext(items))
-
-    @classmethod
-    async def open(cls, items: AsyncGenerator[T, None]) -> PrefetchedStream[T]:
-        """Wait for the first item, at most FIRST_OBJECT_S. Raises the generator's error if it fails before that."""
-        opened = cls(items)
-        try:
-            await opened._wait_first()
-        except BaseException:
-            await opened.aclose()
-            raise
-        return opened
-
-    async def _wait_first(self) -> None:
-        if self._first is not None:
-            await asyncio.wait((self._first,), timeout=FIRST_OBJECT_S)
-            if self._first.done():
-                self._first.result()
-
-    def __aiter__(self) -> PrefetchedStream[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        if self._first is None:
-            return await anext(self._items)
-        item = await self._first
-        self._first = None
-        return item
-
-    async def aclose(self) -> None:
-        if self._first is not None:
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
-        await self._items.aclose()
-
-
-class EventStream(Response):
-    """Sends `objects` framed by `frames` until they end or the client disconnects; closes them in both cases.
-
-    `explain` converts an error in mid-stream to the error object that is sent to the client.
-    """
-
-    def __init__(
-        self,
-        objects: PrefetchedStream[Any],
-        frames: Frames,
-        explain: Callable[[Exception], object],
-        headers: dict[str, str],
-    ) -> None:
-        no_buffers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers={**no_buffers, **headers}, media_type=frames.media_type)
-        del self.headers["content-length"]
-        self._objects = objects
-        self._frames = frames
-        self._explain = explain
+    def __init__(self, answer: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+        self.status_code, self.background, self.raw_headers = 200, None, []
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self._send_all(send))
-        finally:
-            await self._objects.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        heartbeat = _Heartbeat(send, self._frames.keep_alive)
-        try:
-            async for item in self._objects:
-                await heartbeat.send(self._frames.event(item))
-        except Exception as error:  # noqa: BLE001 - the status line is sent: report the error as an event
-            await heartbeat.send(self._frames.event(self._explain(error)))
-        finally:
-            await heartbeat.end()
-        await send({"type": "http.response.body", "body": self._frames.end, "more_body": False})
+        await unless_disconnected(receive, self._answer(send))
 
 
-class _Heartbeat:
-    """Sends parts of a body, and the keep-alive bytes whenever none was sent for KEEP_ALIVE_S: one keep-alive at a
-    time, however long its reader stalls."""
+async def send_events(
+    objects: AsyncGenerator[Any, None],
+    frames: Frames,
+    explain: Callable[[Exception], object],
+    headers: Mapping[str, str],
+    send: Send,
+) -> None:
+    """Send `objects` framed by `frames` until they end, and close them. The head goes out with the first of them, but
+    after FIRST_OBJECT_S at the latest: an error before that is raised, and a later one is sent as an event, which
+    `explain` makes of it."""
+    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    head = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [*_NO_BUFFERS, *raw, (b"content-type", frames.media_type.encode())],
+    }
+    body = _Body(send, head, frames.keep_alive)
+    try:
+        async for item in objects:
+            await body.send(frames.event(item))
+        await body.begin()
+    except Exception as error:
+        if not body.has_begun:
+            raise
+        await body.send(frames.event(explain(error)))
+    finally:
+        await body.end()
+        await objects.aclose()
+    await send({"type": "http.response.body", "body": frames.end, "more_body": False})
 
-    def __init__(self, send: Send, keep_alive: bytes) -> None:
+
+class _Body:
+    """Sends the parts of a body: its head before the first one or after FIRST_OBJECT_S, and the keep-alive bytes
+    whenever none was sent for KEEP_ALIVE_S: one keep-alive at a time, however long its reader stalls."""
+
+    def __init__(self, send: Send, head: Message, keep_alive: bytes) -> None:
         self._send_message, self._keep_alive = send, keep_alive
+        self._head: Message | None = head  # None once it is being sent
         self._beating: asyncio.Task[None] | None = None
         self._last_s = time.monotonic()
-        self._schedule(KEEP_ALIVE_S)
+        self._schedule(FIRST_OBJECT_S)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._head is None
+
+    async def begin(self) -> None:
+        """Send the head, unless it was."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._last_s = time.monotonic()
+            await self._send_message(head)
 
     async def send(self, data: bytes) -> None:
+        await self.begin()
         self._last_s = time.monotonic()
         await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -176,7 +154,7 @@ class _Heartbeat:
         self._timer = asyncio.get_running_loop().call_later(after_s, self._beat)
 
     def _beat(self) -> None:
-        left_s = self._last_s + KEEP_ALIVE_S - time.monotonic()
+        left_s = self._last_s + KEEP_ALIVE_S - time.monotonic() if self.has_begun else 0.0
         if left_s <= 0 and (self._beating is None or self._beating.done()):
-            self._beating = asyncio.create_task(self.send(self._keep_alive))
+            self._beating = asyncio.create_task(self.send(self._keep_alive) if self.has_begun else self.begin())
         self._schedule(left_s if left_s > 0 else KEEP_ALIVE_S)
