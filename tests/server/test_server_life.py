@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -280,6 +280,24 @@ def test_a_reader_that_stalls_gets_one_keep_alive_at_a_time(
 
     asyncio.run(run())
     assert begun == sent
+
+
+def test_a_head_that_is_being_sent_comes_before_the_body_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader delays the head that a timer sends, and the only object comes meanwhile."""
+    monkeypatch.setattr(sse, "FIRST_OBJECT_S", 0.01)
+    arrived = list[str]()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(0.1)
+        arrived.append(message["type"])
+
+    async def objects() -> AsyncGenerator[str, None]:
+        await asyncio.sleep(0.05)
+        yield "only"
+
+    asyncio.run(sse.send_events(objects(), sse.PLAIN_FRAMES, str, {}, send))
+    assert arrived == ["http.response.start", "http.response.body", "http.response.body"]
 
 
 SCRIPT = """

@@ -118,11 +118,13 @@ async def send_events(
 
 class _Body:
     """Sends the parts of a body: its head before the first one or after FIRST_OBJECT_S, and the keep-alive bytes
-    whenever none was sent for KEEP_ALIVE_S: one keep-alive at a time, however long its reader stalls."""
+    whenever none was sent for KEEP_ALIVE_S: one keep-alive at a time, however long its reader stalls. A part waits for
+    the one that is being sent."""
 
     def __init__(self, send: Send, head: Message, keep_alive: bytes) -> None:
         self._send_message, self._keep_alive = send, keep_alive
         self._head: Message | None = head  # None once it is being sent
+        self._sending = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
         self._last_s = time.monotonic()
         self._schedule(FIRST_OBJECT_S)
@@ -132,16 +134,21 @@ class _Body:
         return self._head is None
 
     async def begin(self) -> None:
-        """Send the head, unless it was."""
+        """Send the head, unless it was; it has been sent when this returns."""
+        async with self._sending:
+            await self._send_head()
+
+    async def send(self, data: bytes) -> None:
+        async with self._sending:
+            await self._send_head()
+            self._last_s = time.monotonic()
+            await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _send_head(self) -> None:
         if self._head is not None:
             head, self._head = self._head, None
             self._last_s = time.monotonic()
             await self._send_message(head)
-
-    async def send(self, data: bytes) -> None:
-        await self.begin()
-        self._last_s = time.monotonic()
-        await self._send_message({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """Stop; wait for a keep-alive that is being sent."""
