@@ -14,29 +14,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import multiprocessing
 import os
 import statistics
 import sys
-import time
 from multiprocessing.connection import Connection
 
 from rich.console import Console
-from server_cost import clients
-from server_rate import request, serving
+from server_cost import client
+from server_rate import batch, request, serving
 
 from proa.obs.log import setup_logging
 
 SINGLE = 100  # requests one after another
 WARM_UP = 2  # batches before the counted ones
-
-
-async def batch(orders: Connection, requests: list[bytes]) -> tuple[float, float]:
-    """Seconds of CPU of this process, and until the last answer has ended, for requests sent at once."""
-    before_s = time.process_time()
-    orders.send(requests)
-    _, seconds = await asyncio.to_thread(orders.recv)
-    return time.process_time() - before_s, seconds
 
 
 async def measure(asked: argparse.Namespace, orders: Connection, tokens: int, profile: cProfile.Profile | None) -> None:
@@ -64,15 +54,9 @@ async def measure(asked: argparse.Namespace, orders: Connection, tokens: int, pr
 async def run(asked: argparse.Namespace) -> None:
     profile = cProfile.Profile() if asked.profile else None
     async with serving(asked.model, asked.streams, 0.0) as port:
-        mine, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=clients, args=(port, theirs))
-        process.start()
-        try:
+        with client(port) as orders:
             for tokens in asked.tokens:
-                await measure(asked, mine, tokens, profile)
-        finally:
-            mine.send(None)
-            process.join()
+                await measure(asked, orders, tokens, profile)
     if profile is not None:
         profile.dump_stats(asked.profile)
 

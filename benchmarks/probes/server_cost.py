@@ -20,8 +20,8 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
@@ -64,6 +64,19 @@ def clients(port: int, orders: Connection) -> None:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
         orders.send((first, time.perf_counter() - began))
+
+
+@contextmanager
+def client(port: int) -> Iterator[Connection]:
+    """A process that runs `clients`; yields the connection that takes its batches and has its answers."""
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=clients, args=(port, theirs))
+    process.start()
+    try:
+        yield mine
+    finally:
+        mine.send(None)
+        process.join()
 
 
 def http_request(tokens: int) -> bytes:
@@ -116,7 +129,9 @@ class Probe:
         return first[0], count / (time.perf_counter() - began)
 
     async def streams(self, rounds: int) -> None:
-        seconds = await in_turns(rounds, lambda: self.by_engine(STREAMS, TOKENS), lambda: self.over_http(STREAMS, TOKENS))
+        seconds = await in_turns(
+            rounds, lambda: self.by_engine(STREAMS, TOKENS), lambda: self.over_http(STREAMS, TOKENS)
+        )
         engine, http = ([whole for _, whole in each] for each in seconds)
         report("streams", "tokens/s", [STREAMS * TOKENS / s for s in engine], [STREAMS * TOKENS / s for s in http])
 
@@ -138,7 +153,9 @@ class Probe:
         seen = Constraint.json(SCHEMA)
         await self.answers(1, 4, seen)
         for name, made in (("seen", lambda: seen), ("new", lambda: Constraint.json(new_schema()))):
-            both = await in_turns(rounds, lambda: self.answers(1, 4, None), lambda made=made: self.answers(1, 4, made()))  # type: ignore[misc]
+            both = await in_turns(
+                rounds, lambda: self.answers(1, 4, None), lambda made=made: self.answers(1, 4, made())
+            )  # type: ignore[misc]
             free, bound = ([1000 * first for first, _ in each] for each in both)
             report(f"compiling, {name}", "ms", free, bound)
 
@@ -193,21 +210,17 @@ async def measure(model: str, load_format: str, parts: list[str], rounds: int) -
     serving = asyncio.create_task(
         serve_on(listener, launch, model, ServerOptions(), lambda text: None, shutdown)  # port and model are given
     )
-    mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=clients, args=(listener.getsockname()[1], theirs))
-    process.start()
     try:
-        while not made and not serving.done():
-            await asyncio.sleep(0.1)
-        await made[0].engine.wait_ready()
-        await asyncio.sleep(1.0)
-        for part in parts:
-            await getattr(Probe(made[0], mine), part)(rounds)
+        with client(listener.getsockname()[1]) as orders:
+            while not made and not serving.done():
+                await asyncio.sleep(0.1)
+            await made[0].engine.wait_ready()
+            await asyncio.sleep(1.0)
+            for part in parts:
+                await getattr(Probe(made[0], orders), part)(rounds)
     finally:
-        mine.send(None)
         shutdown.request()
         await serving
-        process.join()
 
 
 def main() -> None:

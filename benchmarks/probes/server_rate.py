@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from server_cost import clients, prompt
+from server_cost import client, prompt
 
 from proa.config.options import EngineOptions, ServerOptions
 from proa.config.parse import from_keywords
@@ -86,29 +86,29 @@ async def serving(model: str, streams: int, step_ms: float) -> AsyncIterator[int
         await server
 
 
+async def batch(orders: Connection, requests: list[bytes]) -> tuple[float, float]:
+    """Seconds of CPU of this process, and until the last answer has ended, for requests sent at once."""
+    before_s = time.process_time()
+    orders.send(requests)
+    _, seconds = await asyncio.to_thread(orders.recv)
+    return time.process_time() - before_s, seconds
+
+
 async def measure(asked: argparse.Namespace, step_ms: float) -> None:
+    rates, cpu_us = list[float](), list[float]()
     async with serving(asked.model, asked.streams, step_ms) as port:
-        mine, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=clients, args=(port, theirs))
-        process.start()
-        try:
-            rates, cpu_us = list[float](), list[float]()
+        with client(port) as orders:
             for number in range(asked.rounds + 1):
-                before_s = time.process_time()
-                mine.send([request(asked.tokens, chat=asked.chat) for _ in range(asked.streams)])
-                _, seconds = await asyncio.to_thread(mine.recv)
+                requests = [request(asked.tokens, chat=asked.chat) for _ in range(asked.streams)]
+                cpu_s, seconds = await batch(orders, requests)
                 if number:
                     rates.append(asked.streams * asked.tokens / seconds)
-                    cpu_us.append(1e6 * (time.process_time() - before_s) / asked.streams / asked.tokens)
-            print(
-                f"steps of {step_ms:g} ms: {statistics.median(rates):7.0f} tokens/s ({min(rates):.0f} to "
-                f"{max(rates):.0f}), server {statistics.median(cpu_us):6.1f} us of CPU per token ({min(cpu_us):.1f} to "
-                f"{max(cpu_us):.1f})",
-                flush=True,
-            )
-        finally:
-            mine.send(None)
-            process.join()
+                    cpu_us.append(1e6 * cpu_s / asked.streams / asked.tokens)
+    print(
+        f"steps of {step_ms:g} ms: {statistics.median(rates):7.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), "
+        f"server {statistics.median(cpu_us):6.1f} us of CPU per token ({min(cpu_us):.1f} to {max(cpu_us):.1f})",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -180,7 +180,6 @@ class Program:
     """
 
     def __init__(self, pool: Pool, most_rows: int, most_sequences: int, most_pages: int) -> None:
-        self._pool = pool  # lives at least as long
         self._handle = c_void_p()
         _native().proa_program_create(pool.handle, most_rows, most_sequences, most_pages, ctypes.byref(self._handle))
         self._keep: list[object] = []

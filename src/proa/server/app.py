@@ -12,7 +12,7 @@ from proa.errors import ProaError
 from proa.server import generate, models, ollama, openapi, status
 from proa.server.dialect import error_response
 from proa.server.direct import DirectEndpoints, Endpoint
-from proa.server.errors import ApiError, from_proa, json_response
+from proa.server.errors import ApiError, json_response
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from proa.server.not_served import refusal_of
@@ -30,8 +30,8 @@ def build_app(service: Service) -> FastAPI:
     _add_ollama_routes(app, service)
     _add_model_routes(app, service)
     _add_status_routes(app, service)
-    app.add_exception_handler(ApiError, _answer_api_error)
-    app.add_exception_handler(ProaError, _answer_proa_error)
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(ProaError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     _add_description(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
@@ -149,14 +149,9 @@ def _add_description(app: FastAPI) -> None:
         return json_response(openapi.description(methods))
 
 
-async def _answer_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | ProaError)
     return error_response(error, request.scope)
-
-
-async def _answer_proa_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ProaError)
-    return error_response(from_proa(error), request.scope)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -9,8 +9,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Scope
 
+from proa.errors import ProaError
 from proa.server.anthropic_errors import error_reply
-from proa.server.errors import ApiError, json_response
+from proa.server.errors import ApiError, from_proa, json_response
 from proa.server.service import RequestRecord
 from proa.server.sse import LINE_FRAMES, NAMED_FRAMES, PLAIN_FRAMES, TYPED_FRAMES, Frames
 
@@ -50,8 +51,10 @@ def dialect_of(path: str) -> Dialect:
     return next((d for start, d in _BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)
 
 
-def error_response(error: ApiError, scope: Scope) -> Response:
+def error_response(error: ApiError | ProaError, scope: Scope) -> Response:
     """Build the HTTP error response in the format of the request path's API."""
+    if isinstance(error, ProaError):
+        error = from_proa(error)
     record: RequestRecord = scope["state"]["record"]
     body = dialect_of(scope["path"]).error_body(error, record.request_id)
     return json_response(body, error.status, error.headers)

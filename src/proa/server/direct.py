@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proa.errors import ProaError
 from proa.server.dialect import error_response
-from proa.server.errors import ApiError, from_proa
+from proa.server.errors import ApiError
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -36,7 +36,5 @@ class DirectEndpoints:
         try:
             response = await endpoint(Request(scope, receive))
             await response(scope, receive, send)
-        except ApiError as error:
+        except (ApiError, ProaError) as error:
             await error_response(error, scope)(scope, receive, send)
-        except ProaError as error:
-            await error_response(from_proa(error), scope)(scope, receive, send)
