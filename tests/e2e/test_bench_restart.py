@@ -25,4 +25,8 @@ def test_the_prefix_is_restored_with_equal_bits(tmp_path: Path, capsys: pytest.C
     assert figures["logprob_difference"] == 0
     assert figures["restored_bytes_per_s"] > 0
     assert figures["files"] == 4
+    assert figures["predicted_restore_ms"] == pytest.approx(
+        1e3 * figures["restored_bytes"] / figures["file_bytes_per_s"]
+    )
+    assert 0 < figures["predicted_hit_ttft_ms"] < figures["predicted_computed_ttft_ms"]
     assert list((tmp_path / "cache").iterdir()) == []

@@ -16,7 +16,7 @@ from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes,
 from proa.bench.kernel_ceilings import CeilingRates
 from proa.bench.kernel_plan import KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
-from proa.bench.kernels import Cell, RoutedBatch, open_bench, roof
+from proa.bench.kernels import Cell, RoutedBatch, open_bench, predicted_us, roof
 from proa.cli.main import run as proa
 from proa.errors import NativeError, ResourceError, UsageError
 from proa.machine.machine import Machine
@@ -190,6 +190,20 @@ def test_the_roof_is_the_nearer_limit() -> None:
     assert (bound, round(us, 6)) == ("compute", 1000.0)
 
 
+@pytest.mark.parametrize(
+    ("isa", "nbytes", "flops", "us"),
+    [
+        ("avx512-bf16", 4.5e6, 1e6, 100.0),  # 90 % of reading
+        ("avx512-bf16", 4.5e6, 8e8, 1000.0),  # 80 % of the products
+        ("avx2", 4.5e6, 7e8, 1000.0),  # 70 %
+        ("amx", 4.5e6, 4e8, 1100.0),  # 40 %, and reading adds to it
+    ],
+)
+def test_a_prediction_takes_the_shares_that_kernels_reach(isa: str, nbytes: float, flops: float, us: float) -> None:
+    before, after = CeilingRates(40.0, 1000.0), CeilingRates(60.0, 1000.0)
+    assert predicted_us(nbytes, flops, before, after, isa) == pytest.approx(us)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_ceilings_of_every_instruction_set(isa: str) -> None:
     memory = np.zeros(8 << 20, np.uint8)
@@ -250,6 +264,7 @@ def test_figures_of_a_cell_are_consistent() -> None:
         assert cell.bound == bound
         assert cell.roof_us == pytest.approx(roof_us)
         assert cell.roof_share == pytest.approx(roof_us / cell.us)
+        assert cell.predicted_us > roof_us
         assert cell.calls >= 5
         assert cell.ceilings.threads == cell.run.threads == probe().usable_cores
     assert cells[0].touched_experts == 2
@@ -288,6 +303,6 @@ def test_the_table_shows_limits_and_cells(capsys: pytest.CaptureFixture[str]) ->
     arguments = ["--formats", "q4_k", "--shapes", "tiny", "--tokens", "3", "--seconds", "0.001"]
     assert proa(["bench", "kernels", *arguments]) == 0
     shown = capsys.readouterr().out
-    for text in ("RAM reads", "GFLOP/s on registers only", "empty dispatch", "q4_k, tiny: 8 experts", "of the roof",
-                 "caches hold some of them"):  # fmt: skip
+    for text in ("predicted us", "RAM reads", "GFLOP/s on registers only", "empty dispatch", "q4_k, tiny: 8 experts",
+                 "of the roof", "caches hold some of them"):  # fmt: skip
         assert text in shown

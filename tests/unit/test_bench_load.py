@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fakes import make_tokenizer
-from proa.bench.load import LoadOptions, load_figures, read_files, run
+from proa.bench import load
+from proa.bench.load import LoadOptions, load_figures, predicted_load, read_files, run, write_new
 from proa.cli.bench import run as bench
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.engine.ipc import Ready
@@ -41,6 +42,21 @@ def test_the_fastest_load_counts() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("stored", "kept", "read", "written", "seconds"),
+    [(8e9, 4e9, 16e9, 8e9, 1.0), (8e9, 4e9, 16e9, 2e9, 2.5), (2e9, 4e9, 2e9, 2e9, 3.0)],
+)
+def test_reading_and_writing_add_up(stored: float, kept: float, read: float, written: float, seconds: float) -> None:
+    assert predicted_load(round(stored), round(kept), read, written) == {
+        "new_memory_gbytes_per_s": written / 1e9, "predicted_load_s": pytest.approx(seconds)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("nbytes", [1, (2 << 20) + 1, 5 << 20])
+def test_new_memory_of_any_size_is_written(nbytes: int) -> None:
+    assert write_new(nbytes, 2) > 0
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_files_are_read_once_and_whole(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [0, 1, (1 << 20) + 1]
@@ -59,11 +75,14 @@ def test_files_are_read_once_and_whole(threads: int, tmp_path: Path, monkeypatch
     assert sum(got) == sum(sizes)
 
 
-def test_a_real_engine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_real_engine(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_GIVEN_BACK_S", 0.0)
     folder = make_tiny("qwen3-moe", tmp_path)
     make_tokenizer(folder, vocab_size=256)
-    assert bench(["load", "--model", str(folder), "--runs", "2", "--threads", "1", "--json"]) == 0
+    argv = ["load", "--model", str(folder), "--runs", "2", "--threads", "1", "--gpu", "none", "--dtype", "bfloat16"]
+    assert bench([*argv, "--json"]) == 0
     figures = json.loads(capfd.readouterr().out)["figures"]
+    assert figures["predicted_load_s"] > 0
     file = folder / "model.safetensors"
     assert 0.9 * file.stat().st_size < figures["stored_gbytes"] * 1e9 < file.stat().st_size
     assert figures["load_s"] <= figures["load_median_s"]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,12 @@ import pytest
 from proa.bench import latency, serve
 from proa.bench.endpoint import is_loopback
 from proa.bench.latency import LatencyOptions
+from proa.bench.predicted import planned
 from proa.bench.serve import ServeBenchOptions
+from proa.config.options import EngineOptions, GpuOptions, ModelOptions
 from proa.errors import ProaError, UsageError
+from quick_plan import prepare
+from tiny import make_tiny
 
 STEP_S = 0.005
 
@@ -127,6 +132,23 @@ def test_load_is_bounded_exact_and_counted(script: Script, url: str) -> None:
     # 8 answers of 5 steps, at most 3 together
     assert figures["duration_s"] >= 8 * 5 * STEP_S / 3
     assert figures["output_tokens_per_s"] == pytest.approx(40 / figures["duration_s"])
+    assert not any(name.startswith("predicted") for name in figures)
+    assert any("without --url" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("rate", "is_predicted"), [(None, True), (50.0, False)])
+def test_a_planned_server_is_predicted_unless_arrivals_decide(
+    script: Script, url: str, tmp_path: Path, rate: float | None, is_predicted: bool
+) -> None:
+    engine = EngineOptions(model=ModelOptions(dtype="bfloat16"), gpus=GpuOptions(gpu="none"))
+    beside = planned(prepare(str(make_tiny("qwen3-moe", tmp_path)), engine), engine)
+    options = ServeBenchOptions(requests=4, rate=rate, input_tokens=16, output_tokens=4, warmup=0, engine=engine)
+    made = serve.run(options, url, beside)
+    names = [name for name in made.figures if name.startswith("predicted")]
+    wanted = [f"predicted_{of}_tokens_per_s" for of in ("output", "decode", "prefill")]
+    assert names == (wanted if is_predicted else [])
+    assert all((made.figures[name] or 0) > 0 for name in names)
+    assert any("--rate" in note for note in made.notes) is not is_predicted
 
 
 def test_failures_are_counted_by_message(script: Script, url: str) -> None:

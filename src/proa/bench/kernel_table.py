@@ -14,7 +14,7 @@ from proa.bench.kernels import Cell, RunFacts
 from proa.bench.table import number
 from proa.obs.units import format_bytes
 
-_COLUMNS = ("tokens", "us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s before, after")
+_COLUMNS = ("tokens", "us", "predicted us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s before, after")
 
 
 def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
@@ -51,6 +51,7 @@ def render_cells(cells: Sequence[Cell]) -> Group:
         table.add_row(
             str(cell.tokens),
             number(cell.us),
+            number(cell.predicted_us),
             number(cell.gbytes_per_s),
             number(cell.gflops),
             cell.bound,

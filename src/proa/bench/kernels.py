@@ -31,6 +31,7 @@ from proa.native.ceilings import Routings, Trial
 from proa.native.pool import Pool
 from proa.native.weights import Rows
 from proa.obs.version import proa_version
+from proa.plan.attained import ADDS, CPU_SHARES, RAM_SHARE
 
 LEAST_CALLS, MOST_CALLS = 5, 20_000
 _BATCH_S = 0.25  # seconds of native calls between two checks for Ctrl-C
@@ -60,6 +61,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     us: float  # median time of a call
     us_p10: float
     us_p90: float
+    predicted_us: float  # by the shares of both limits that kernels reach (plan/attained.py)
     gbytes_per_s: float  # packed weights of the selected experts / time
     gflops: float
     bound: str  # "memory" or "compute": the limit that takes longer
@@ -157,7 +159,8 @@ class KernelBench:
         bound, roof_us = roof(nbytes, flops, before, after)
         return Cell(
             format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=1e6 * percentile(times, 10),
-            us_p90=1e6 * percentile(times, 90), gbytes_per_s=nbytes / us / 1e3, gflops=flops / us / 1e3,
+            us_p90=1e6 * percentile(times, 90), predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa),
+            gbytes_per_s=nbytes / us / 1e3, gflops=flops / us / 1e3,
             bound=bound, roof_us=roof_us, roof_share=roof_us / us, isa=self.pool.isa, hidden=shape.hidden,
             width=shape.width, experts=shape.experts, top_k=shape.top_k, layers=len(weights.layers),
             touched_experts=touched, weights_bytes=weights.nbytes, pages=weights.pages, calls=len(times),
@@ -168,9 +171,20 @@ class KernelBench:
 
 def roof(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates) -> tuple[str, float]:
     """Return (the binding limit, the time in us at that limit); each limit is the mean of both measurements."""
-    memory_us = nbytes / (before.read_gbytes_per_s + after.read_gbytes_per_s) * 2 / 1e3
-    compute_us = flops / (before.peak_gflops + after.peak_gflops) * 2 / 1e3
+    memory_us, compute_us = _limits_us(nbytes, flops, before, after)
     return ("memory", memory_us) if memory_us >= compute_us else ("compute", compute_us)
+
+
+def predicted_us(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates, isa: str) -> float:
+    """The time of a call as `proa plan` predicts it: for any format and number of tokens by the same shares."""
+    memory_us, compute_us = _limits_us(nbytes, flops, before, after)
+    parts = memory_us / RAM_SHARE, compute_us / CPU_SHARES[isa]
+    return sum(parts) if isa in ADDS else max(parts)
+
+
+def _limits_us(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates) -> tuple[float, float]:
+    memory_us = nbytes / (before.read_gbytes_per_s + after.read_gbytes_per_s) * 2 / 1e3
+    return memory_us, flops / (before.peak_gflops + after.peak_gflops) * 2 / 1e3
 
 
 @contextmanager

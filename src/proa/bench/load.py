@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from proa.bench.limit import busy_notes
 from proa.bench.result import Result, result
 from proa.config.field import option
@@ -19,11 +21,17 @@ from proa.config.options import EngineOptions
 from proa.engine.ipc import Ready
 from proa.engine.processes.client import EngineClient
 from proa.errors import UsageError
+from proa.native.arena import Arena
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
 QUESTION = "How fast is a model loaded from cached files into memory?"
 _READ_BYTES = 256 << 10  # bytes per read call, as in the loader
+_WRITE_BYTES = 2 << 20  # of new memory at a time: a huge page
+_MOST_NEW_BYTES = 2 << 30
+# A virtual machine may give freed memory back to its host after 2 s (free page reporting), and writes it several times
+# more slowly then. Engines load later than that after the memory of a former one was freed.
+_GIVEN_BACK_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,33 @@ def run(options: LoadOptions) -> Result:
     read = max(read_files(files, prepared.plan.threads) for _ in range(2))
     loads = [asyncio.run(_load(prepared.plan)) for _ in range(options.runs)]
     figures = load_figures(loads, checkpoint.tensor_bytes, prepared.plan.threads, read)
+    if prepared.plan.gpus or not prepared.plan.isa:
+        notes = (*notes, _NO_PREDICTION)
+    else:
+        kept_bytes = prepared.plan.memory.weights_bytes
+        written = max(_write_rate(kept_bytes, prepared.plan.threads) for _ in range(2))
+        figures |= predicted_load(checkpoint.tensor_bytes, kept_bytes, read, written)
     return result("load", QUESTION, prepared.plan.model, options, figures, notes=notes)
+
+
+_NO_PREDICTION = "no prediction: neither copies to a GPU nor conversions by plain torch are measured"
+
+
+def predicted_load(
+    stored_bytes: int, kept_bytes: int, read_bytes_per_s: float, written_bytes_per_s: float
+) -> dict[str, float | None]:
+    """Seconds in which the files are read and new memory is written, one after the other, as each worker does. What
+    conversions and the work for each tensor take is not counted."""
+    return {
+        "new_memory_gbytes_per_s": written_bytes_per_s / 1e9,
+        "predicted_load_s": stored_bytes / read_bytes_per_s + kept_bytes / written_bytes_per_s,
+    }
+
+
+def _write_rate(kept_bytes: int, threads: int) -> float:
+    """Bytes/s of writing as much new memory as the weights take, but at most _MOST_NEW_BYTES, as an engine finds it."""
+    time.sleep(_GIVEN_BACK_S)
+    return write_new(min(kept_bytes, _MOST_NEW_BYTES), threads)
 
 
 async def _load(plan: Plan) -> Ready:
@@ -100,3 +134,23 @@ def _read(fd: int, starts: Iterable[int]) -> int:
             break
         done += got
     return done
+
+
+def write_new(nbytes: int, threads: int) -> float:
+    """Write new memory of this size, on pages as those of weights, with `threads` threads; return bytes per second.
+    Raises ResourceError."""
+    source = np.ones(_WRITE_BYTES, np.uint8)
+    with Arena(nbytes) as arena, ThreadPoolExecutor(threads) as pool:
+        starts = itertools.count(0, _WRITE_BYTES)  # shared by the threads, as in read_files
+
+        def write(_: int) -> None:
+            for start in starts:
+                if start >= nbytes:
+                    return
+                to = np.frombuffer(arena.view(start, min(_WRITE_BYTES, nbytes - start)), np.uint8)
+                np.copyto(to, source[: to.size])
+
+        begin = time.perf_counter()
+        list(pool.map(write, range(threads)))
+        took_s = time.perf_counter() - begin
+    return nbytes / took_s

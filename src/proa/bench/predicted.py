@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from proa.bench.gpu_rates import GpuRates
+from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.config.options import EngineOptions
 from proa.errors import NativeError, ResourceError
 from proa.machine.probe import probe
@@ -65,7 +66,10 @@ def prompt_speeds(prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None
     simulated. Raises NativeError, ResourceError."""
     plan, machine = prepared.plan, prepared.machine
     rates = Rates(ram=ram_rate(asked.machine, machine), cpu_flops_per_s=cpu_flops(asked.machine, machine, plan.isa))
-    speeds = speeds_of(plan, rates)
+    return _with_gpu(speeds_of(plan, rates), gpu)
+
+
+def _with_gpu(speeds: Speeds, gpu: GpuRates | None) -> Speeds:
     if gpu is None:
         return speeds
     vram, pcie, flops = (Speed(per_s=of, source="measured") for of in (gpu.memory, gpu.upload, gpu.products))
@@ -79,3 +83,64 @@ def predicted_ttft_s(
     plan, speeds = prepared.plan, prompt_speeds(prepared, asked, gpu)
     work = planned_work(plan, asked.model, prepared.declared, prepared.checkpoint)
     return {tokens: prefill(plan, work, speeds, tokens).seconds for tokens in lengths}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a server that a benchmark starts, and the rates of its GPU, which are measured before it starts. gpu:
+    None if there is none, or it is simulated."""
+
+    plan: Plan
+    work: Work
+    asked: EngineOptions
+    gpu: GpuRates | None = None
+
+    def speeds(self, ram: RamRate) -> Speeds | None:
+        """`ram` with the other rates, the CPU's products measured now; None as by measured_rates."""
+        rates = measured_rates(self.plan, self.asked, ram)
+        return None if rates is None else _with_gpu(speeds_of(self.plan, rates), self.gpu)
+
+
+def planned(prepared: Prepared, asked: EngineOptions) -> Planned:
+    """Raises ResourceError if the GPU cannot be measured, and what `planned_work` raises."""
+    plan = prepared.plan
+    gpu = None if plan.gpu is None or plan.gpu.index is None else measure_gpu(plan.gpu.index)
+    return Planned(plan, planned_work(plan, asked.model, prepared.declared, prepared.checkpoint), asked, gpu)
+
+
+def rates_used(speeds: Speeds) -> dict[str, float | None]:
+    """The CPU's rates, which predictions depend on most, for results that have no other place for them."""
+    return {"ram_bytes_per_s": speeds.ram.per_s, "cpu_flops_per_s": speeds.cpu.per_s}
+
+
+def predicted_throughput(
+    plan: Plan, work: Work, speeds: Speeds, *, requests: int, concurrency: int, input_tokens: int, output_tokens: int
+) -> dict[str, float | None]:  # fmt: skip
+    """Tokens/s of requests that are sent as others end: of decode alone at the mean context, of one prompt alone, and
+    of both by turns. Each prompt's steps give the first token of its answer. The server's work is not counted."""
+    together = min(concurrency, plan.max_running, requests)
+    context = input_tokens + output_tokens // 2
+    prompt = prefill(plan, work, speeds, input_tokens)
+    rounds, left = divmod(requests, together)
+    decoding = decode(plan, work, speeds, context, together)
+    step_s = rounds * decoding.seconds + (decode(plan, work, speeds, context, left).seconds if left else 0.0)
+    took_s = requests * prompt.seconds + (output_tokens - 1) * step_s
+    return {
+        "predicted_output_tokens_per_s": requests * output_tokens / took_s,
+        "predicted_decode_tokens_per_s": decoding.tokens_per_s,
+        "predicted_prefill_tokens_per_s": prompt.tokens_per_s,
+    }
+
+
+def predicted_restart(
+    plan: Plan, work: Work, speeds: Speeds, *, prefix_tokens: int, suffix_tokens: int, restore_s: float
+) -> dict[str, float | None]:  # fmt: skip
+    """Milliseconds to the first token of a prompt: computed whole, with its prefix in memory, and with its prefix
+    restored first."""
+    computed_s = prefill(plan, work, speeds, prefix_tokens + suffix_tokens).seconds
+    hit_s = prefill(plan, work, speeds, suffix_tokens, prefix_tokens).seconds
+    return {
+        "predicted_computed_ttft_ms": 1e3 * computed_s,
+        "predicted_restored_ttft_ms": 1e3 * (restore_s + hit_s),
+        "predicted_hit_ttft_ms": 1e3 * hit_s,
+    }

@@ -7,19 +7,22 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from proa.bench.endpoint import Endpoint, open_endpoint
 from proa.bench.limit import busy_notes
+from proa.bench.predicted import Planned, planned, predicted_restart, rates_used
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import Result, result
 from proa.cache.keys import run_pages
 from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.errors import ProaError
+from proa.plan.prepare import prepare, ram_rate
+from proa.plan.speeds import Speeds
 
 QUESTION = "How quickly does a restarted server answer a prompt whose prefix it had stored?"
 LIMIT_S = 120.0  # for storing the prefix
@@ -58,6 +61,7 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
     notes = busy_notes()
     with start_killed() as report:
         before = asyncio.run(_first(options, folder, report["url"]))
+    beside, speeds = _planned(options)  # no server has the memory now
     files = sorted(folder.glob("*.kv"))
     _drop_from_page_cache(files)
     with start() as report:
@@ -69,7 +73,22 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
         "file_bytes_per_s": file_rate,
         "restored_share_of_file_rate": None if rate is None else rate / file_rate,
     }
+    restore_s = (figures["restored_bytes"] or 0.0) / file_rate  # as the engine predicts it, by the rate of this run
+    figures["predicted_restore_ms"] = 1e3 * restore_s
+    if speeds is not None:
+        lengths = {"prefix_tokens": options.prefix_tokens, "suffix_tokens": options.suffix_tokens}
+        figures |= predicted_restart(beside.plan, beside.work, speeds, **lengths, restore_s=restore_s)
+        figures |= rates_used(speeds)
     return result("restart", QUESTION, options.model, options, figures, notes=notes)
+
+
+def _planned(options: RestartOptions) -> tuple[Planned, Speeds | None]:
+    """The servers' plan, but for the files, and this machine's rates, measured now; None as by Planned.speeds."""
+    cache = replace(options.engine.cache, prefix_cache_dir=None, prefix_cache_disk=None)
+    asked = replace(options.engine, cache=cache)
+    prepared = prepare(options.model, asked)
+    found = planned(prepared, asked)
+    return found, found.speeds(ram_rate(asked.machine, prepared.machine))
 
 
 async def _first(options: RestartOptions, folder: Path, url: str) -> _Before:

@@ -8,10 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
+import msgspec
+
 from proa.bench.endpoint import Endpoint, open_endpoint
-from proa.bench.limit import busy_notes
+from proa.bench.limit import RamReadings, busy_notes, ram_meter
+from proa.bench.predicted import Planned, predicted_throughput, rates_used
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import Result, result
 from proa.bench.timing import Timing, spread_ms
@@ -45,12 +49,13 @@ class ServeBenchOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
-def run(options: ServeBenchOptions, url: str) -> Result:
-    """Send the requests to the server at `url`. Raises ProaError if it is unreachable or every request fails."""
-    return asyncio.run(_run(options, url))
+def run(options: ServeBenchOptions, url: str, planned: Planned | None = None) -> Result:
+    """Send the requests to the server at `url`. planned: of that server; None: its plan is unknown. Raises ProaError if
+    it is unreachable or every request fails."""
+    return asyncio.run(_run(options, url, planned))
 
 
-async def _run(options: ServeBenchOptions, url: str) -> Result:
+async def _run(options: ServeBenchOptions, url: str, planned: Planned | None) -> Result:
     notes = busy_notes()
     async with open_endpoint(
         url, options.model, api_key=options.api_key, timeout_s=options.timeout_s, allow_remote=options.allow_remote
@@ -59,14 +64,40 @@ async def _run(options: ServeBenchOptions, url: str) -> Result:
         prompts = distinct_prompts(text, options.warmup + options.requests, options.input_tokens)
         for prompt in prompts[: options.warmup]:
             await endpoint.complete(prompt, options.output_tokens)
-        outcomes = await _load(endpoint, prompts[options.warmup :], options)
+        send = partial(_load, endpoint, prompts[options.warmup :], options)
+        readings = None if planned is None else RamReadings(ram_meter(options.engine.machine))
+        outcomes = await (send() if readings is None else readings.measure_run(send))
+        predicted, about = await _predicted(options, planned, readings)
     timings = [outcome for outcome in outcomes if isinstance(outcome, Timing)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, ProaError)]
     if not timings:
         raise failures[0]
     errors = dict(Counter(str(failure) for failure in failures))
-    figures = serve_figures(timings, len(failures))
-    return result("serve", QUESTION, endpoint.model, options, figures, errors=errors, notes=notes)
+    figures = serve_figures(timings, len(failures)) | predicted
+    return result("serve", QUESTION, endpoint.model, options, figures, errors=errors, notes=(*notes, *about))
+
+
+_NO_PLAN = "no prediction: the plan of a running server is unknown; to get one, measure without --url"
+_NO_RATE = "no prediction: with --rate the arrivals decide how many requests run at once"
+
+
+async def _predicted(
+    options: ServeBenchOptions, planned: Planned | None, readings: RamReadings | None
+) -> tuple[dict[str, float | None], tuple[str, ...]]:
+    """Predicted figures and notes, after the requests. readings: taken before them; None: the plan is unknown."""
+    if planned is None or readings is None:
+        return {}, (_NO_PLAN,)
+    if options.rate is not None:
+        return {}, (_NO_RATE,)
+    await readings.read_last()
+    speeds = planned.speeds(msgspec.structs.replace(readings.rates[-1], bytes_per_s=readings.typical))
+    if speeds is None:
+        return {}, readings.notes()
+    figures = predicted_throughput(
+        planned.plan, planned.work, speeds, requests=options.requests, concurrency=options.concurrency,
+        input_tokens=options.input_tokens, output_tokens=options.output_tokens,
+    )  # fmt: skip
+    return figures | rates_used(speeds), readings.notes()
 
 
 async def _load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from proa.bench.predicted import planned
 from proa.bench.result import Result
 from proa.bench.serve import ServeBenchOptions
 from proa.bench.serve import run as measure
@@ -12,6 +13,9 @@ from proa.cli.bench_output import print_result, refuse_engine_options
 from proa.cli.server_process import server_process
 from proa.config.field import option
 from proa.config.parse import parse, to_argv
+from proa.obs.console import console_err
+from proa.obs.progress import show_progress
+from proa.plan.prepare import prepare
 
 SUMMARY = "many concurrent requests over HTTP: throughput and latency"
 
@@ -33,5 +37,8 @@ def run(argv: Sequence[str]) -> int:
 def _measure(bench: ServeBenchOptions) -> Result:
     if bench.url is not None:
         return measure(bench, bench.url)
+    with show_progress(console_err()) as show:
+        prepared = prepare(bench.model, bench.engine, show)
+    beside = planned(prepared, bench.engine)  # while the server does not have the memory
     with server_process([bench.model, "--port=0", *to_argv(bench.engine)]) as report:
-        return measure(bench, report["url"])
+        return measure(bench, report["url"], beside)

@@ -140,24 +140,28 @@ def _overlapped(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: 
     return {VRAM: 0.0 if read_ahead else dense_s, RAM: ram_s}
 
 
-def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int) -> Prediction:
-    """Predict the steps of one prompt, alone on the machine and without a cached prefix. Each step reads its weights
-    once; experts in VRAM run beside those of the CPU. Where prompts are streamed, each pass copies its experts once."""
+def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int, cached_tokens: int = 0) -> Prediction:
+    """Predict the steps of one prompt, alone on the machine, behind a prefix of `cached_tokens` in the prefix cache,
+    which do not count as the prompt's. Each step reads its weights once; experts in VRAM run beside those of the CPU.
+    Where prompts are streamed, each pass copies its experts once."""
     limit, terms = (
-        _prompt_terms(plan, work, rates, prompt_tokens) for rates in (limits(speeds), attained(speeds, plan))
+        _prompt_terms(plan, work, rates, prompt_tokens, cached_tokens)
+        for rates in (limits(speeds), attained(speeds, plan))
     )
     steps = len(list(_steps(prompt_tokens, plan.max_batch_tokens)))
     return _prediction(limit, terms, {FIXED: steps * _fixed_s(plan, work)}, prompt_tokens, 1, prompt_tokens)
 
 
-def _prompt_terms(plan: Plan, work: Work, rates: Reached, prompt_tokens: int) -> dict[str, float]:
+def _prompt_terms(
+    plan: Plan, work: Work, rates: Reached, prompt_tokens: int, cached_tokens: int
+) -> dict[str, float]:  # fmt: skip
     terms: defaultdict[str, float] = defaultdict(float)
     if plan.pass_tokens and rates.pcie:
         passes = _steps(prompt_tokens, plan.pass_tokens)
-        found = itertools.chain(*(_pass_terms(plan, work, rates, first, rows) for first, rows in passes))
+        found = itertools.chain(*(_pass_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in passes))
     else:
         steps = _steps(prompt_tokens, plan.max_batch_tokens)
-        found = itertools.chain(*(_step_terms(plan, work, rates, first, rows) for first, rows in steps))
+        found = itertools.chain(*(_step_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in steps))
     for name, seconds in found:
         terms[name] += seconds
     on = _known(rates.ram if rates.vram is None else rates.vram)
