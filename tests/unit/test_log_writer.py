@@ -74,3 +74,22 @@ def test_arguments_that_cannot_be_formatted_do_not_reach_the_caller(capsys: pyte
     handler.flush()
     assert os.read(read, 100) == b"next\n"
     assert "no text" in capsys.readouterr().err
+
+
+def test_lines_that_come_fast_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    sizes, real = [], os.write
+
+    def counting(descriptor: int, data: bytes) -> int:
+        if descriptor == write:
+            sizes.append(len(data))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counting)
+    handler = LogWriter(write)
+    began = time.monotonic()
+    for i in range(300):
+        handler.handle(record(f"{i:03}"))
+    handler.flush()
+    assert os.read(read, 1 << 16) == b"".join(b"%03d\n" % i for i in range(300))
+    assert len(sizes) <= 3 + (time.monotonic() - began) / 0.02

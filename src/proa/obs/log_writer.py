@@ -6,9 +6,11 @@ import logging
 import os
 import queue
 import threading
+import time
 from contextlib import suppress
 
 MOST_LINES = 10_000  # that wait to be written; later ones are dropped and counted
+_GATHER_S = 0.02  # from one write to the next: waking the thread for each of many lines took 5 % of a server's time
 _FLUSH_S = 1.0  # the longest that the end of the process waits for a reader
 
 
@@ -46,9 +48,17 @@ class LogWriter(logging.Handler):
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
     def _write_lines(self) -> None:
+        written_s = -_GATHER_S
         while True:
-            line = self._lines.get()
+            lines = [self._lines.get()]
+            time.sleep(max(written_s + _GATHER_S - time.monotonic(), 0))
+            with suppress(queue.Empty):
+                while True:
+                    lines.append(self._lines.get_nowait())
+            data = b"".join(lines)
             with suppress(OSError):  # the reader has closed its end
-                while line:
-                    line = line[os.write(self._descriptor, line) :]
-            self._lines.task_done()
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            written_s = time.monotonic()
+            for _ in lines:
+                self._lines.task_done()

@@ -101,10 +101,13 @@ class ChoiceParser:
         self, text: str, markers: Sequence[int], finish: FinishReason | None, ends: Sequence[int] = ()
     ) -> Parsed:  # fmt: skip
         """Add the text of a chunk. markers: see AnswerParser.feed; ends: of the chunk's tokens, as in Chunk."""
+        if isinstance(self._parser, PlainText):
+            return Parsed([Text(text)] if text else [], finish)
         events: list[Event] = []
         reasoning_tokens = begin = 0
         for end in ends[:-1]:
-            reasoning_tokens += self._feed(text[begin:end], [m - begin for m in markers if begin <= m < end], events)
+            within: Sequence[int] = [m - begin for m in markers if begin <= m < end] if markers else ()
+            reasoning_tokens += self._feed(text[begin:end], within, events)
             begin = max(begin, end)
         # Text behind the last token's belongs to a token that is held back: it is fed with the last one.
         is_reasoning = self._feed(text[begin:], [m - begin for m in markers if m >= begin], events, finish)

@@ -25,6 +25,7 @@ class Detokenizer:
         self._skip = skip
         self._drop_space = from_start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.has_partial = False  # bytes of an incomplete character are held back
 
     def feed(self, token: int) -> str:
         """Add one token; return the characters that it completes, possibly none."""
@@ -34,13 +35,13 @@ class Detokenizer:
         if self._drop_space and data:
             self._drop_space = False
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
-
-    @property
-    def has_partial(self) -> bool:
-        """True while bytes of an incomplete character are held back."""
-        return bool(self._utf8.getstate()[0])
+        if not self.has_partial and data.isascii():
+            return data.decode("ascii")
+        text = self._utf8.decode(data)
+        self.has_partial = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """End the text: return U+FFFD for an incomplete character, else an empty string."""
+        self.has_partial = False
         return self._utf8.decode(b"", final=True)

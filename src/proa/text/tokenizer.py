@@ -109,9 +109,10 @@ class Tokenizer:
     ) -> Detokenizer:
         """Make an incremental detokeniser; `from_start`: for a complete text, not for one that continues a prompt;
         `kept`: special tokens that are not skipped."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(
             self.token_bytes,
-            self.special_ids.difference(kept) if skip_special_tokens else frozenset(),
+            skipped.difference(kept) if kept else skipped,
             from_start=from_start and self.token_bytes.strips_leading_space,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -40,22 +41,18 @@ class Mailbox:
 
 def joined(events: Sequence[Event]) -> Iterator[Event]:
     """Yield the events of one request with tokens of neighbouring steps in one event, as if one step had made them."""
-    held: TokenEvent | None = None
+    run: list[TokenEvent] = []  # events that become one
     for event in events:
-        if isinstance(event, TokenEvent):
-            if held is not None and _continues(held, event):
-                held = _join(held, event)
-                continue
-            if held is not None:
-                yield held
-            held = event
-        else:
-            if held is not None:
-                yield held
-            held = None
+        if isinstance(event, TokenEvent) and run and _continues(run[0], event):
+            run.append(event)
+            continue
+        if run:
+            yield _join(run)
+        run = [event] if isinstance(event, TokenEvent) else []
+        if isinstance(event, ProaError):
             yield event
-    if held is not None:
-        yield held
+    if run:
+        yield _join(run)
 
 
 def _continues(first: TokenEvent, event: TokenEvent) -> bool:
@@ -70,12 +67,16 @@ def _continues(first: TokenEvent, event: TokenEvent) -> bool:
     )
 
 
-def _join(first: TokenEvent, event: TokenEvent) -> TokenEvent:
+def _join(run: Sequence[TokenEvent]) -> TokenEvent:
+    first, last = run[0], run[-1]
+    if first is last:
+        return first
+    logprobs = [event.logprobs for event in run if event.logprobs is not None]
     return msgspec.structs.replace(
         first,
-        tokens=first.tokens + event.tokens,
-        logprobs=None if first.logprobs is None or event.logprobs is None else first.logprobs + event.logprobs,
-        finish=event.finish,
-        error=event.error,
-        stop_token=event.stop_token,
+        tokens=list(chain.from_iterable(event.tokens for event in run)),
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
+        finish=last.finish,
+        error=last.error,
+        stop_token=last.stop_token,
     )
