@@ -2,6 +2,10 @@
 from VRAM; and the time between tokens of a decoding request while the other's pages are stored. Random weights.
 
     python benchmarks/probes/prefix_ram.py --layers 24 --tokens 16384
+    python benchmarks/probes/prefix_ram.py --only-tier --runs 1    # less than a minute: restores against PCIe
+
+restored_*: rates of the restores by the engine's statistics, and their share of PCIe's rate, measured before.
+restore_rate.py has restores without an engine.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+from proa.bench.gpu_rates import measure_gpu
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.prompts import random_prompts
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions, SchedulerOptions
@@ -42,7 +47,7 @@ async def ask(engine: EngineClient, prompt: list[int], name: str, answer: int = 
     return times[0], cached, times[1:]
 
 
-async def measure(asked: argparse.Namespace, folder: str, ram: int | None) -> None:
+async def measure(asked: argparse.Namespace, folder: str, ram: int | None, pcie: float) -> None:
     shape = MODEL_SHAPES[asked.shape].cut(asked.layers)
     (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
     context = asked.tokens + 512
@@ -72,9 +77,16 @@ async def measure(asked: argparse.Namespace, folder: str, ram: int | None) -> No
         found["hit_s"], found["hit_tokens"], _ = await ask(engine, a, "a again")
         await ask(engine, b, "b", 8)
         await asyncio.sleep(2)
+        before = stats = engine.stats.prefix_ram
         for i, one in enumerate((a, b, a, b)):
             found[f"restored_{i}_s"], found[f"cached_{i}"], _ = await ask(engine, one, f"back {i}")
-        stats = engine.stats.prefix_ram
+            last, stats = stats, engine.stats.prefix_ram
+            if (seconds := stats.restore_seconds - last.restore_seconds) > 0:
+                rate = (stats.restored_bytes - last.restored_bytes) / seconds
+                found[f"restored_{i}"] = f"{seconds * 1e3:.1f} ms, {rate / 1e9:.1f} GB/s, {rate / pcie:.0%} of PCIe"
+        if (seconds := stats.restore_seconds - before.restore_seconds) > 0:
+            rate = (stats.restored_bytes - before.restored_bytes) / seconds
+            found["restored_all"] = f"{rate / 1e9:.1f} of {pcie / 1e9:.1f} GB/s, {rate / pcie:.0%}"
         found["stats"] = {name: getattr(stats, name) for name in stats.__struct_fields__}
     finally:
         await engine.close()
@@ -89,7 +101,9 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--experts", default="auto", help="experts of each layer in VRAM")
     parser.add_argument("--runs", type=int, default=2, help="pairs of runs, without and with the tier")
+    parser.add_argument("--only-tier", action="store_true", help="no runs without the tier")
     given = parser.parse_args()
-    for size in (0, None) * given.runs:
+    pcie_bytes_per_s = measure_gpu(0).upload
+    for size in ((None,) if given.only_tier else (0, None)) * given.runs:
         with tempfile.TemporaryDirectory(prefix="proa-shape-") as made:
-            asyncio.run(measure(given, made, size))
+            asyncio.run(measure(given, made, size, pcie_bytes_per_s))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,11 @@ from torch import Tensor
 from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
 from proa.engine.executors import restore_rates
-from proa.engine.executors.page_tiers import EntryCopies, PageTiers
+from proa.engine.executors.page_copies import AT_ONCE
+from proa.engine.executors.page_tiers import READERS, EntryCopies, PageTiers
 from proa.engine.executors.restore_rates import RestoreRates
 from proa.engine.executors.run_buffers import RunBuffers
-from proa.engine.scheduling.tiers import Restore, Run, StatePart, Store
+from proa.engine.scheduling.tiers import Entry, Restore, Run, StatePart, Store
 from proa.ops.caches import Caches, KvPages, LatentPages, RecurrentState
 
 ROOT, RUN_PAGES, PAGES = b"root", 4, 24
@@ -53,10 +56,11 @@ class Box:
     kinds: tuple[str, ...]
     ram_runs: int = 10
     pages: Caches = field(default_factory=caches)
+    new: Callable[[Caches, int], EntryCopies] = EntryCopies
 
     def __post_init__(self) -> None:
         self.before = [tensor.clone() for tensor in tensors(self.pages)]
-        copies = partial(EntryCopies, self.pages, RUN_PAGES)
+        copies = partial(self.new, self.pages, RUN_PAGES)
         buffers = RunBuffers(copies().nbytes, torch.device("cpu"))
         self.files = FileStore(self.folder, ROOT, 1 << 20) if "files" in self.kinds else None
         self.ram = RamStore(self.ram_runs * buffers.nbytes, buffers) if "ram" in self.kinds else None
@@ -227,6 +231,119 @@ def test_a_restore_that_fails_does_not_stop_others(tmp_path: Path, caplog: pytes
     assert job.num_restored == 0
     assert "could not be restored" in caplog.text
     assert box.restore(0) == 4
+    box.tiers.close()
+
+
+@dataclass
+class Late:
+    """What `LateCopies` share. made: all of them; begun: a release for each `finish` that has something to copy, which
+    then waits for `go`."""
+
+    made: list[LateCopies] = field(default_factory=list)
+    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def new(self, pages: Caches, run_pages: int) -> LateCopies:
+        self.made.append(LateCopies(pages, run_pages))
+        self.made[-1].late = self
+        return self.made[-1]
+
+
+class LateCopies(EntryCopies):
+    """Copies as a GPU may: nothing is written before `finish`, and the buffer is read only then. The last page cannot
+    be written."""
+
+    late: Late
+
+    def __init__(self, pages: Caches, run_pages: int) -> None:
+        super().__init__(pages, run_pages)
+        self.begun: list[tuple[Tensor, Entry]] = []
+        self.most = 0
+        self.finish = self._finish
+
+    def begin_write(self, source: Tensor, entry: Entry) -> None:
+        if isinstance(entry, Run) and PAGES - 1 in entry.pages:
+            raise RuntimeError("no such page")
+        self.begun.append((source, entry))
+        self.most = max(self.most, len(self.begun))
+
+    def _finish(self) -> None:
+        if self.begun:
+            self.late.begun.release()
+            assert self.late.go.wait(20)
+        for source, entry in self.begun:
+            super().begin_write(source, entry)
+        self.begun.clear()
+
+
+def test_runs_are_not_evicted_before_their_copies_have_ended(tmp_path: Path) -> None:
+    """There is room for one run besides the four that are being copied."""
+    late = Late()
+    box = Box(tmp_path, ("ram",), ram_runs=5, new=late.new)
+    box.store(0, 1, 2, 3)
+    for tensor in tensors(box.pages):
+        tensor[: 4 * RUN_PAGES] = 0
+    job = Restore([Run(key_of(number), pages_of(number)) for number in range(4)])
+    box.tiers.restore(job)
+    for _ in range(READERS):
+        assert late.begun.acquire(timeout=20)
+    box.store(*(number for number in range(4, 6)))
+    assert [box.tiers.has(key_of(number)) for number in range(6)] == [True] * 4 + [False, True]
+    assert not job.done
+    late.go.set()
+    _wait(job)
+    assert job.num_restored == 4
+    for tensor, before in zip(tensors(box.pages), box.before, strict=True):
+        assert torch.equal(tensor, before)
+    box.tiers.close()
+
+
+def test_runs_in_ram_are_written_several_at_once(tmp_path: Path) -> None:
+    late = Late()
+    late.go.set()
+    box = Box(tmp_path, ("ram",), new=late.new)
+    box.store(0, 1, 2, 3, 4)
+    job = Restore([Run(key_of(n), pages_of(n)) for n in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4)])
+    box.tiers.restore(job)
+    _wait(job)
+    assert job.num_restored == 10
+    assert max(each.most for each in late.made) == AT_ONCE
+    box.tiers.close()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runs", "parts"),
+    [(("ram",), 1, [1]), (("ram",), 3, [2, 1]), (("ram",), 5, [3, 2]), (("files",), 3, [1, 1, 1])],
+    ids=str,
+)
+def test_threads_divide_a_restore(
+    kinds: tuple[str, ...], runs: int, parts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What is in RAM in parts for both threads, files one by one."""
+    box, seen, read = Box(tmp_path, kinds), list[int](), PageTiers.read_entries
+
+    def note(tiers: PageTiers, entries: Sequence[Entry]) -> list[restore_rates.Tier]:
+        seen.append(len(entries))
+        return read(tiers, entries)
+
+    monkeypatch.setattr(PageTiers, "read_entries", note)
+    box.store(*range(runs))
+    assert box.restore(*range(runs)) == runs * RUN_PAGES
+    assert sorted(seen, reverse=True) == parts
+    box.tiers.close()
+
+
+def test_copies_end_before_a_failed_restore_does(tmp_path: Path) -> None:
+    """The pages would be used otherwise while they are written."""
+    late = Late()
+    late.go.set()
+    box = Box(tmp_path, ("ram",), new=late.new)
+    box.store(0, 1)
+    job = Restore([Run(key_of(0), pages_of(0)), Run(key_of(1), [PAGES - 1]), Run(key_of(0), pages_of(2))])
+    box.tiers.restore(job)
+    _wait(job)
+    assert job.num_restored == 0
+    assert not any(each.begun for each in late.made)
     box.tiers.close()
 
 

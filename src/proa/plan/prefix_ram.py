@@ -108,8 +108,8 @@ def too_large(case: Case, memory: MemoryBudget) -> UsageError:
 
 
 def copies_bytes(case: Case, need: Demand, spec: Model, kv_elem_bytes: int) -> int:
-    """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: a run, and page
-    numbers. Copies of states need none."""
+    """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: a run, page
+    numbers, and a table of the caches' tensors. Copies of states need none."""
     asked = case.options.cache
     none = asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None
     if none or not asked.prefix_cache or not need.page_bytes:

@@ -16,12 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from proa.cache.keys import run_pages
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.gpu_plan import needed, placement_of, top_k
 from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
+from proa.engine.executors.page_copies import layout_of
 from proa.hybrid.copies import Copiers, Copy, Pairs
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
@@ -40,6 +42,7 @@ from proa.ops.bell_block import STATE_WORDS, Bell
 from proa.ops.cuda import CudaOps
 from proa.ops.cuda_attention import CudaAttention, SegmentedAttention
 from proa.ops.cuda_device import device_ops
+from proa.ops.cuda_pages import RunMover
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
@@ -160,6 +163,7 @@ class Stage:
             of.spec, plan.num_pages, plan.page_tokens, torch.bfloat16, META, sequences=plan.state_slots,
             kv=KvStorage(DTYPES[plan.kv_dtype]),
         )  # fmt: skip
+        self._caches = caches
         self._on = DeviceSteps(self._model, caches, self._limits, _NoAngles(of.spec), META, self._ops)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> _NoTransport:
@@ -186,6 +190,16 @@ class Stage:
         yield from (partial(self._on.run, self._on.inputs, limits.rows, spans) for spans in self._long_pasts())
         yield partial(self._on.run_head, limits.head_rows)
         yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
+        if any(cache.page_tensors for layer in self._caches for cache in layer):
+            yield self._move_pages
+
+    def _move_pages(self) -> None:
+        """Between the caches and the tiers behind the prefix cache."""
+        layout = layout_of(self._caches, run_pages(self._plan.page_tokens))
+        mover, at = RunMover(layout.rows, layout.starts), torch.empty(1, dtype=torch.int64, device=META)
+        run = torch.empty(layout.nbytes, dtype=torch.uint8, device=META)
+        mover.gather(at, run)
+        mover.scatter(at, run, 0)
 
     def _read_in_place(self) -> None:
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)

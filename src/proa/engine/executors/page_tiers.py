@@ -3,7 +3,8 @@ Never: which ones, requests.
 
 One thread writes, with a low priority, so that workers that compute come first; several read, so that one can copy
 into the caches while another waits for the disk. None of them is bound to a CPU of its own. An entry in RAM is copied
-between its buffer and the caches without a copy between.
+between its buffer and the caches without a copy between. A reader takes a few entries in RAM at a time and waits once
+for all of them: a wait for each, and for Python's lock after it, would leave PCIe idle.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
-from proa.engine.executors.page_copies import PageCopies
+from proa.engine.executors.page_copies import AT_ONCE, layout_of, new_buffer, new_pages
 from proa.engine.executors.restore_rates import RestoreRates, Tier
 from proa.engine.executors.state_parts import StateParts
 from proa.engine.scheduling.tiers import Entry, Restore, Run, Store
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 READERS = 2
 BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
+_WARM_UP_S = 60.0  # more than any warm-up takes: then a thread has failed
 _WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
 
 
@@ -53,10 +55,15 @@ class EntryCopies:
 
     def __init__(self, caches: Caches, run_pages: int) -> None:
         """Raises ValueError if no cache has pages."""
-        self._pages = PageCopies(caches, run_pages)
-        self.device, self.nbytes, self.new_buffer = self._pages.device, self._pages.run_bytes, self._pages.new_buffer
+        self._layout = layout_of(caches, run_pages)
+        self._pages = new_pages(self._layout)
+        self.device, self.nbytes = self._layout.rows[0].device, self._layout.nbytes
         self._states = StateParts(caches, self.nbytes)
         self.state_parts = self._states.count
+        self.warm_up, self.finish = self._pages.warm_up, self._pages.finish
+
+    def new_buffer(self) -> Tensor:
+        return new_buffer(self._layout)
 
     def read(self, entry: Entry, into: Tensor) -> None:
         if isinstance(entry, Run):
@@ -64,11 +71,16 @@ class EntryCopies:
         else:
             self._states.read(entry.slot, entry.number, into)
 
-    def write(self, source: Tensor, entry: Entry) -> None:
+    def begin_write(self, source: Tensor, entry: Entry) -> None:
+        """Write an entry, which is there after `finish`; `source` must not change before that."""
         if isinstance(entry, Run):
-            self._pages.write(source, entry.first, entry.pages)
+            self._pages.begin_write(source, entry.first, entry.pages)
         else:
             self._states.write(source, entry.slot, entry.number)
+
+    def write(self, source: Tensor, entry: Entry) -> None:
+        self.begin_write(source, entry)
+        self.finish()
 
 
 @dataclass
@@ -101,6 +113,8 @@ class PageTiers:
         self._rates = RestoreRates()
         self._restored: dict[Tier, _Restored] = {"ram": _Restored(), "files": _Restored()}
         self._written: dict[Tier, int] = {"ram": 0, "files": 0}  # entries
+        if copies.device.type == "cuda":
+            self._warm_up()
 
     def has(self, key: bytes) -> bool:
         return any(store.has(key) for store in self._stores)
@@ -167,6 +181,22 @@ class PageTiers:
         if self._ram is not None:
             self._ram.close()
 
+    def in_ram(self, key: bytes) -> bool:
+        return self._ram is not None and self._ram.has(key)
+
+    def _warm_up(self) -> None:
+        """Start all threads and warm up their copies, so that no restore waits for it. Raises torch.OutOfMemoryError.
+        One after another: the first one loads the kernels."""
+        self._writer.submit(lambda: self._own.copies.warm_up()).result(_WARM_UP_S)
+        all_here = threading.Barrier(READERS, timeout=_WARM_UP_S)
+
+        def one() -> None:
+            all_here.wait()  # so that each thread takes one
+            self._own.copies.warm_up()
+
+        for started in [self._readers.submit(one) for _ in range(READERS)]:
+            started.result(_WARM_UP_S)
+
     def _begin_thread(self, nice: int) -> None:
         with suppress(OSError):  # not permitted: the thread keeps the affinity or priority that it has
             os.sched_setaffinity(0, self._cpus)
@@ -207,13 +237,21 @@ class PageTiers:
             if files.write(entry.key, _bytes_of(buffer)):
                 self._written["files"] += 1
 
-    def read_entry(self, entry: Entry) -> Tier | None:
-        """Restore an entry. Returns where it was; None: it has vanished. Called in a reading thread."""
-        with self._in_ram(entry.key) as buffer:
-            if buffer is not None:
-                self._own.copies.write(buffer, entry)
-                return "ram"
-        return "files" if self._files is not None and self._read_file(self._files, entry) else None
+    def read_entries(self, entries: Sequence[Entry]) -> list[Tier]:
+        """Restore entries, up to the first that has vanished. Returns where they were. Called in a reading thread."""
+        found: list[Tier] = []
+        with ExitStack() as held:
+            try:
+                for entry in entries:
+                    buffer = held.enter_context(self._in_ram(entry.key))
+                    if buffer is not None:
+                        self._own.copies.begin_write(buffer, entry)
+                    elif self._files is None or not self._read_file(self._files, entry):
+                        break
+                    found.append("files" if buffer is None else "ram")
+            finally:
+                self._own.copies.finish()  # before buffers may be evicted, and pages used
+        return found
 
     def _read_file(self, files: FileStore, entry: Entry) -> bool:
         """Restore an entry from its file, and keep it in RAM if there is room."""
@@ -265,23 +303,37 @@ class _Restoring:
         self._began_s: float | None = None
 
     def submit_to(self, readers: ThreadPoolExecutor) -> None:
-        for number in range(len(self._job.entries)):
-            readers.submit(self._read, number)
+        for numbers in self._shares():
+            readers.submit(self._read, numbers)
 
-    def _read(self, number: int) -> None:
+    def _shares(self) -> Iterator[range]:
+        """The entries in parts, each for one call of a thread: those in RAM AT_ONCE together, unless threads would have
+        nothing to do; others alone."""
+        entries, here = self._job.entries, self._tiers.in_ram
+        most, first = min(AT_ONCE, -(-len(entries) // READERS)), 0
+        while first < len(entries):
+            limit, end = min(first + most, len(entries)) if here(entries[first].key) else first + 1, first + 1
+            while end < limit and here(entries[end].key):
+                end += 1
+            yield range(first, end)
+            first = end
+
+    def _read(self, numbers: range) -> None:
         began_s = time.perf_counter()
         self._began_s = self._began_s or began_s
+        found: list[Tier] = []
         try:
             if not self._failed:
-                self._from[number] = self._tiers.read_entry(self._job.entries[number])
+                found = self._tiers.read_entries(self._job.entries[numbers.start : numbers.stop])
         except Exception:
             log.exception("A part of the prefix cache could not be restored; its tokens are computed again.")
-        tier, ended_s = self._from[number], time.perf_counter()
-        self._failed = self._failed or tier is None
+        ended_s = time.perf_counter()
+        self._failed = self._failed or len(found) < len(numbers)
         with self._lock:
-            if tier is not None:
-                self._busy_s[tier] += ended_s - began_s
-            self._left -= 1
+            for number, tier in zip(numbers, found, strict=False):
+                self._from[number] = tier
+                self._busy_s[tier] += (ended_s - began_s) / len(found)
+            self._left -= len(numbers)
             last = self._left == 0
         if last:
             self._end(ended_s - self._began_s)
