@@ -1,6 +1,6 @@
 """What do the server and constraints cost? Medians of pairs, measured in turns on one engine:
 
-  streams    tokens/s of 64 streams over HTTP, against the engine's own (its events, without text)
+  streams    tokens/s of 64 streams of --tokens each over HTTP, against the engine's own (its events, without text)
   first      milliseconds to the first token (max_tokens 1) over HTTP, against the engine's own
   masks      tokens/s of 16 streams with a JSON Schema, against 16 without
   compiling  milliseconds that a constraint adds to the first token: a schema seen before, and a new one of 50 KB
@@ -20,7 +20,7 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
@@ -87,8 +87,8 @@ def http_request(tokens: int) -> bytes:
 
 
 class Probe:
-    def __init__(self, llm: AsyncLLM, orders: Connection) -> None:
-        self._llm, self._orders, self._count = llm, orders, 0
+    def __init__(self, llm: AsyncLLM, orders: Connection, stream_tokens: int) -> None:
+        self._llm, self._orders, self._count, self._stream_tokens = llm, orders, 0, stream_tokens
 
     async def over_http(self, requests: int, tokens: int) -> tuple[float, float]:
         """Seconds to the first data and to the end."""
@@ -129,11 +129,10 @@ class Probe:
         return first[0], count / (time.perf_counter() - began)
 
     async def streams(self, rounds: int) -> None:
-        seconds = await in_turns(
-            rounds, lambda: self.by_engine(STREAMS, TOKENS), lambda: self.over_http(STREAMS, TOKENS)
-        )
-        engine, http = ([whole for _, whole in each] for each in seconds)
-        report("streams", "tokens/s", [STREAMS * TOKENS / s for s in engine], [STREAMS * TOKENS / s for s in http])
+        each = self._stream_tokens
+        seconds = await in_turns(rounds, lambda: self.by_engine(STREAMS, each), lambda: self.over_http(STREAMS, each))
+        engine, http = ([STREAMS * each / whole for _, whole in way] for way in seconds)
+        report(f"streams of {each}", "tokens/s", engine, http)
 
     async def first(self, rounds: int) -> None:
         seconds = await in_turns(rounds * SINGLE, lambda: self.by_engine(1, 1), lambda: self.over_http(1, 1))
@@ -198,7 +197,7 @@ def report(name: str, unit: str, one: list[float], other: list[float]) -> None:
     )
 
 
-async def measure(model: str, load_format: str, parts: list[str], rounds: int) -> None:
+async def measure(model: str, load_format: str, parts: list[str], rounds: int, stream_tokens: Sequence[int]) -> None:
     listener, made = bind("127.0.0.1", 0), list[AsyncLLM]()
 
     async def launch(progress: Callable[[str, int, int], None]) -> AsyncLLM:
@@ -217,7 +216,8 @@ async def measure(model: str, load_format: str, parts: list[str], rounds: int) -
             await made[0].engine.wait_ready()
             await asyncio.sleep(1.0)
             for part in parts:
-                await getattr(Probe(made[0], orders), part)(rounds)
+                for each in stream_tokens if part == "streams" else stream_tokens[:1]:
+                    await getattr(Probe(made[0], orders, each), part)(rounds)
     finally:
         shutdown.request()
         await serving
@@ -229,8 +229,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights for a config.json and tokenizer")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[TOKENS], help="length of each stream")
     asked = parser.parse_args()
-    asyncio.run(measure(asked.model, asked.load_format, asked.parts, asked.rounds))
+    asyncio.run(measure(asked.model, asked.load_format, asked.parts, asked.rounds, asked.tokens))
 
 
 if __name__ == "__main__":
