@@ -185,7 +185,10 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
 def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
     """The case for VRAM: its demand, usable bytes and name."""
     page_tokens, running, kept = case.options.cache.page_tokens, case.options.scheduler.max_running, _kept(case, gpu)
-    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
+    need = vram_demand(
+        case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes,
+        prompt_graphs=not case.options.scheduler.deterministic,
+    )  # fmt: skip
     if case.options.gpus.fp8_activations:
         need = with_fp8(need, case.spec, batch_tokens, running)
     if not gpu.simulated:

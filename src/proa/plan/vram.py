@@ -35,6 +35,9 @@ ALLOCATOR_BYTES = 2 * (20 + 2) << 20
 # separate graph; bytes per node (measured on an H200: 23 graphs of 8 blocks took 4 MiB, 1.1 KiB a node). sizes.buckets
 # gives the number of graphs; one more head scores the rows of a prompt.
 FFN_NODES, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 8, 16, 16, 4 << 10
+# Nodes of a step with prompts for each of a decode step: 28 for each layer of Qwen3-30B-A3B and 35 of SmolLM2, with
+# copies, where 16 are counted.
+PROMPT_NODES = 2.5
 
 LOGIT_COPIES = 3  # float32: the graphs' common output, one in the graphs' pool, one in that of steps without graphs
 
@@ -88,26 +91,42 @@ def context_bytes(simulated: bool) -> int:
 
 
 def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
+    """Bytes of the graphs of decode and of heads."""
     if simulated:
         return 0
     steps = sizes.buckets(max_running)
     heads = {*steps, max(max_running, SCORED_ROWS)}
+    return (len(steps) * _step_nodes(spec) + len(heads) * HEAD_NODES) * GRAPH_NODE_BYTES
+
+
+def prompt_graphs_bytes(spec: Model, batch_tokens: int) -> int:
+    """Bytes of the graphs of steps with prompts, and of the activations of the largest one, in the graphs' pool."""
+    rows = sizes.prompt_rows(batch_tokens)
+    if not rows:
+        return 0
+    nodes = round(PROMPT_NODES * len(rows) * _step_nodes(spec))
+    return nodes * GRAPH_NODE_BYTES + rows[-1] * row_bytes(spec) + chunks_bytes(spec, rows[-1])
+
+
+def _step_nodes(spec: Model) -> int:
     nodes = sum(mixer.graph_nodes for mixer in spec.mixers) + FFN_NODES * len(spec.ffns) + GRAPH_NODES_AROUND
     if spec.scaled:  # the embeddings, the hidden states of the head, and what each mixer and MLP adds
         nodes += 2 + 2 * len(spec.blocks)
-    return (len(steps) * nodes + len(heads) * HEAD_NODES) * GRAPH_NODE_BYTES
+    return nodes
 
 
 def vram_demand(
     spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str],
-    kv_elem_bytes: int = BF16_BYTES,
+    kv_elem_bytes: int = BF16_BYTES, *, prompt_graphs: bool = True,
 ) -> Demand:  # fmt: skip
-    """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`."""
+    """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`.
+    prompt_graphs: short prompts may be computed by graphs."""
     if simulated:  # steps are plain torch: page tables have an int64 for each page of each running request
         base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, stored)
         per_token = -(-8 * max_running // page_tokens)
     else:
         base, per_token = _workspace(spec, page_tokens, max_running, batch_tokens, stored)
+        base += prompt_graphs_bytes(spec, batch_tokens) if prompt_graphs else 0
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),

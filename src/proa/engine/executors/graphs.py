@@ -1,5 +1,6 @@
-"""Executes steps on a GPU. Decode steps are CUDA graphs, captured when their batch size first comes; others are
-launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling rules.
+"""Executes steps on a GPU. Decode steps are CUDA graphs, captured when their batch size first comes, and so are steps
+with short prompts from the second of a size on; others are launched op by op. Belongs here: static buffers, capturing,
+waiting. Never: requests, sampling rules.
 
 A graph bakes in addresses, so everything that changes between steps lies in DeviceInputs; what one graph leaves for
 another (hidden states, logits) is copied to buffers outside the memory pool that all graphs share and reuse.
@@ -33,7 +34,8 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
-from proa.ops.sizes import buckets
+from proa.ops.sizes import buckets, prompt_rows
+from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -80,8 +82,11 @@ class GraphExecutor:
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)
+        self._prompt_rows = prompt_sizes(limits, deterministic=deterministic)
+        self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
         self._heads: dict[int, Callable[[], None]] = {}
-        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool
+        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool, as the next
+        self._prompt_room: Callable[[], None] | None = None
         pinned = queue.device.type == "cuda"
         self._scored = HostBlock((limits.head_rows,), torch.int64, queue.device)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
@@ -183,10 +188,32 @@ class GraphExecutor:
 
     def _launch_ops(self, batch: StepBatch) -> None:
         rows = self._fill(self._on.inputs, batch.spans)
+        launch = self._padded(rows) or partial(self._on.run, self._on.inputs, rows, batch.spans)
         self._begin()
         self._on.inputs.copy()
-        self._on.run(self._on.inputs, rows, batch.spans)
+        launch()
         self._session.launched()
+
+    def _padded(self, rows: int) -> Callable[[], None] | None:
+        """Launches for so many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
+        The first use of a size launches its ops one by one, which compiles and loads what the capture then needs."""
+        size = next((size for size in self._prompt_rows if size >= rows), None)
+        if size is None:
+            return None
+        run = partial(self._on.run, self._on.inputs, size)
+        if size not in self._prompts:
+            self._prompts[size] = None
+            return run
+        replay = self._prompts[size]
+        if replay is None:
+            self._settle()
+            self._prompt_room = self._prompt_room or self._queue.capture(self._take_prompt_room)
+            self._prompts[size] = replay = self._queue.capture(run)
+        return replay
+
+    def _take_prompt_room(self) -> None:
+        """Grow the graphs' pool to the activations of the largest prompt: see _take_room."""
+        torch.empty(self._prompt_rows[-1] * row_bytes(self.spec), dtype=torch.uint8, device=self._queue.device)
 
     def _launch_in_parts(self, step: GraphStep) -> None:
         """Write the step's inputs, which stay untouched: the steps between its parts have their own."""
@@ -396,6 +423,12 @@ def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
     """Numbers of sequences that a decode step is padded to."""
     most = min(limits.sequences, limits.rows)
     return (most,) if deterministic else buckets(most)
+
+
+def prompt_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
+    """Numbers of rows that a whole step with prompts is padded to. Deterministic steps are not padded: kernels depend
+    on the number of rows."""
+    return () if deterministic else prompt_rows(limits.rows)
 
 
 def warm_rows(most: int) -> list[int]:
