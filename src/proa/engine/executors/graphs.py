@@ -213,7 +213,8 @@ class GraphExecutor:
 
     def _take_prompt_room(self) -> None:
         """Grow the graphs' pool to the activations of the largest prompt: see _take_room."""
-        torch.empty(self._prompt_rows[-1] * row_bytes(self.spec), dtype=torch.uint8, device=self._queue.device)
+        nbytes = self._prompt_rows[-1] * row_bytes(self.spec)
+        torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
     def _launch_in_parts(self, step: GraphStep) -> None:
         """Write the step's inputs, which stay untouched: the steps between its parts have their own."""
