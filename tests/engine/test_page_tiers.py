@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -401,4 +403,26 @@ def test_a_part_that_is_missing_ends_the_restore(tmp_path: Path) -> None:
     box.tiers.restore(restore)
     _wait(restore)
     assert restore.num_restored == 1
+    box.tiers.close()
+
+
+def test_a_forked_process_drops_nothing_of_the_threads(tmp_path: Path) -> None:
+    """Seen: kernels are compiled in a forked process, which ended with a CUDA error, because it had dropped buffers in
+    VRAM that only the threads' own variables held."""
+    dropped = tmp_path / "dropped"
+    dropped.mkdir()
+
+    class Noting(EntryCopies):
+        def __del__(self) -> None:
+            (dropped / str(os.getpid())).touch()
+
+    box = Box(tmp_path / "files", ("ram",), new=Noting)
+    box.store(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not (dropped / str(child)).exists()
     box.tiers.close()

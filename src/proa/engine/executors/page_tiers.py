@@ -107,6 +107,7 @@ class PageTiers:
         copies = new_copies()
         self._entry_bytes, self.state_parts = copies.nbytes, copies.state_parts
         self._own = threading.local()
+        self._kept: list[EntryCopies] = []  # of all threads: a forked process drops what only a threading.local holds
         self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
         self._lock = threading.Lock()
@@ -203,6 +204,7 @@ class PageTiers:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         self._own.copies = self._new_copies()
+        self._kept.append(self._own.copies)
         if self._files is not None:
             self._own.buffer = self._own.copies.new_buffer()
 
