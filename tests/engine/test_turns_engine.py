@@ -475,3 +475,27 @@ def test_a_pool_of_states(load: Callable[[str, str], Loaded]) -> None:
             events[name] += more
         found.append({name: tokens_of(of) for name, of in events.items()})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("decoding", "lengths"), [(False, [180]), (True, [128, 52])])
+def test_a_prompt_is_cut_only_beside_decode(
+    decoding: bool, lengths: list[int], load: Callable[[str, str], Loaded]
+) -> None:
+    """Seen: after another request had ended, a prompt was cut as if that one still decoded, and its 512 tokens read all
+    experts twice."""
+    case, launched = case_of(load("torch", "qwen3-moe"), rows=200), list[int]()
+    case.engine.submit(request("before", prompt(3), 4))
+    finish_all(case.engine)
+    if decoding:
+        decode(case, 1, 100)
+    launch = case.executor.launch
+
+    def noted(batch: StepBatch, after: object = None, *, in_parts: bool = False) -> object:
+        if in_parts:
+            launched.append(batch.num_tokens)
+        return launch(batch, after, in_parts=in_parts)
+
+    case.executor.launch = noted  # type: ignore[method-assign]
+    case.engine.submit(request("prompt", prompt(180), 2))
+    finish_all(case.engine)
+    assert launched == lengths

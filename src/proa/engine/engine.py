@@ -11,6 +11,7 @@ from proa.engine.executors.clock import Stage
 from proa.engine.executors.page_tiers import PageTiers
 from proa.engine.gaps import DecodeGaps
 from proa.engine.runner import Flight, Runner, StepOutput
+from proa.engine.scheduling.request import State
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.engine.stats import Stats, StepSeconds, of_experts
@@ -100,7 +101,10 @@ class Engine:
         if self._tiers is not None:
             self._tiers.learn(flight.plan.num_tokens, flight.age_s())
         self._gaps.note(flight.plan, beside=self._turns.busy, limit_s=self._turns.limit_s)
-        return self._progress_beside() + self._commit(flight.plan, output)
+        events = self._progress_beside() + self._commit(flight.plan, output)
+        if all(item.request.state is State.FINISHED for item in flight.plan.items):
+            self._turns.rest()  # every request that decodes is in each decode step
+        return events
 
     def _oldest(self) -> Flight | None:
         """The step to be sampled next: launched ahead, computed in turns, or planned now."""

@@ -60,6 +60,9 @@ class NoTurns:
     def finish(self) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
     def progress(self) -> list[tuple[StepPlan, float]]:
         return []
 
@@ -85,7 +88,7 @@ class PrefillTurns:
         self._held: list[Flight] = []  # the last one is computed
         self._done = False  # the last one is computed whole
         self._steps = deque[float](maxlen=STEPS)  # seconds of the last decode steps
-        self._decoding = False  # a decode step was launched since prefill ran without one
+        self._decoding = False  # requests decode
         self._learned: tuple[int, float] | None = None  # tokens and seconds of a block of a prefill step
         self._notices = _Notices(limit)
         self._over_tokens, self._clock = over_tokens, clock
@@ -174,10 +177,14 @@ class PrefillTurns:
     def finish(self) -> None:
         """Compute blocks for about 0.1 s (blocks_alone), or all that are left. Called when no request decodes. New
         requests and cancellations are seen in between."""
-        self._decoding = False
+        self.rest()
         if self._held and not self._done:
             block_s = self._runner.executor.pace().block_s
             self._done = self._runner.advance(self._held[-1], blocks_alone(block_s))
+
+    def rest(self) -> None:
+        """No request decodes any more: the next prefill step need not fit between decode steps."""
+        self._decoding = False
 
     def progress(self) -> list[tuple[StepPlan, float]]:
         """The held steps of which some blocks are computed and some are not, and the fraction that is."""
