@@ -181,6 +181,29 @@ def torn_swap(patch: Patch) -> None:
         patch.setattr(copier, "start", half)
 
 
+def next_expert_in_place(patch: Patch) -> None:
+    """The table of addresses in RAM has the next expert's for one expert."""
+    _read_elsewhere(patch, ("up", "down"))
+
+
+def torn_place(patch: Patch) -> None:
+    """The table of addresses in RAM has the next expert's down for one expert."""
+    _read_elsewhere(patch, ("down",))
+
+
+def _read_elsewhere(patch: Patch, wrong: Sequence[str]) -> None:
+    to_cpu = Tables.to_cpu
+
+    def other_place(self: Tables, layer: int, expert: int, number: int) -> None:
+        to_cpu(self, layer, expert, number)
+        if layer == LAYER and expert == IN_RAM[0]:
+            right, others = (self._layers[layer].addresses(n) for n in (number, number + 1))
+            places = (others if "up" in wrong else right)[0], others[1]
+            self._set(layer, expert, (0, 0, *places), number, CPU)
+
+    patch.setattr(Tables, "to_cpu", other_place)
+
+
 def stale_ring_slot(patch: Patch) -> None:
     """One expert of a layer is not copied to the ring: its place holds another layer's."""
     _copied_without(patch, ("up", "down"))

@@ -1,4 +1,4 @@
-"""Real engine processes with a GPU, simulated or not, over tiny checkpoints. Never: tests."""
+"""Real engine processes, with a GPU, simulated or not, or without one, over tiny checkpoints. Never: tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def poison(folder: Path, layer: int, expert: int) -> None:
 
 @asynccontextmanager
 async def launched(folder: Path, gpu: str, **options: Any) -> AsyncIterator[AsyncLLM]:
-    asked = {"dtype": "bfloat16", "gpu": gpu, "gpu_experts": str(RESIDENT), "context": 256, **options}
+    """gpu: as --gpu; none: everything on the CPU."""
+    split = {} if gpu == "none" else {"gpu_experts": str(RESIDENT)}
+    asked = {"dtype": "bfloat16", "gpu": gpu, "context": 256, **split, **options}
     llm = await AsyncLLM.launch(folder, from_keywords(EngineOptions, **asked))
     try:
         await llm.engine.wait_ready()

@@ -16,13 +16,13 @@ from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement, PromptParts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.hybrid.uploads import GpuUploads, HostUploads, Uploads
 from proa.layers.decoder import Decoder
-from proa.machine.cost.co_fetch import InPlaceRates
 from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
 from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
@@ -43,8 +43,8 @@ RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at f
 @dataclass(frozen=True)
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
-    has a copy of them as well. prefill: a value of --prefill, with a ring of ring_bytes; None: prompts are not
-    streamed."""
+    has a copy of them as well. in_place: the device reads half of the missed experts in RAM, rounded up. prefill: a
+    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed."""
 
     share: float
     inclusive: bool = False
@@ -132,9 +132,9 @@ def load_split(
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
         pinned = cuda and (split.in_place or split.prefill is not None)
         registered = _cuda("hybrid.pinning").register(ram.spans(), at) if pinned else None
-        rates = InPlaceRates(1.0, 0.0) if split.in_place else None  # shares are set by tests
+        co_fetch = CoFetch(None) if split.in_place else None
         prompts = None if split.prefill is None else PromptParts(_uploads(at), split.ring_bytes, RATES, split.prefill)
-        parts = Parts(experts, transport, copiers or (lambda: _copiers(at)), rates, prompts)
+        parts = Parts(experts, transport, copiers or (lambda: _copiers(at)), co_fetch, prompts)
         hybrid.bind(limits.rows, chosen, parts, limits.pass_rows)
         if keep is not None:
             keep.append(Kept(hybrid, registered, model))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
@@ -71,7 +72,7 @@ class Model:
             lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces, faults),
             lambda of, size: GpuTransport(pool, of, size, DEVICE, self.spaces.ops, Service(cpus=(cpu,))),
             lambda: Copiers(GpuCopier(DEVICE), GpuCopier(DEVICE)),
-            InPlaceRates(1.0, 0.0),  # shares are set here
+            CoFetch(InPlaceRates(1.0, 0.0)),  # shares are set here
         )
         self.hybrid.bind(8, TOP_K, parts)
         self.hybrid.co_fetch = None

@@ -96,6 +96,24 @@ def test_no_ring(make: Make) -> None:
     assert got == NoPath("p", "experts in RAM are computed by the CPU: as asked")
 
 
+def test_half_of_the_missed_experts_are_read_in_place(make: Make) -> None:
+    got = adapt(OnePath("p", options(gpu_experts="4"), in_place=True), SPEC, "", make)
+    assert isinstance(got, Adapted)
+    assert got.plan.gpu is not None
+    assert got.plan.gpu.co_fetch_half
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"co_fetch": "off"}, "as asked"),
+        ({"gpu_experts": "all"}, "the CPU computes no experts that the GPU could read"),
+    ],
+)
+def test_no_reads_in_place(asked: dict[str, str], why: str, make: Make) -> None:
+    assert adapt(OnePath("p", options(**asked), in_place=True), SPEC, "", make) == NoPath("p", why)
+
+
 def test_tiers(make: Make, tmp_path: Path) -> None:
     got = adapt(OnePath("p", options(), tiers=True), SPEC, str(tmp_path), make)
     assert isinstance(got, Adapted)

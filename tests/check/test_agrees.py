@@ -23,6 +23,7 @@ from proa.check.run import Answer, Failed
 from proa.check.verdict import Observed
 from proa.engine.building.sim_gpu import SimBuild
 from proa.hybrid.streaming import Streaming
+from proa.hybrid.tables import Tables
 from proa.types import Decision
 from tiny import TINY, make_tiny
 from tiny_gguf import SAID, make_tiny_gguf
@@ -114,6 +115,33 @@ def test_a_path_that_streams_nothing_is_none(tmp_path: Path, monkeypatch: Patch)
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="GPU, prompts streamed")
     assert [failed.why for failed in report.failed] == ["no expert was copied to the ring"] * 3
     assert report.answer is Answer.NO
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss", "qwen3-next"])
+def test_experts_are_read_in_place(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    report = checked(make_tiny(name, tmp_path), monkeypatch, gpu=SIM, only="experts read over PCIe")
+    assert found(report) == []
+    assert [path.name for path in report.observed] == ["simulated GPU, experts read over PCIe"]
+
+
+def test_a_path_that_reads_nothing_in_place_is_none(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Tables, "share", lambda self, of_misses: None)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="experts read over PCIe")
+    why = "the CPU computed all experts in RAM: the GPU read none of them in place"
+    assert [failed.why for failed in report.failed] == [why]
+    assert report.answer is Answer.NO
+
+
+def test_a_machine_whose_gpu_cannot_read_ram(tmp_path: Path, monkeypatch: Patch) -> None:
+    why = "the GPU cannot read pinned RAM at the CPU's addresses: the driver refused"
+
+    def without(self: SimBuild, bytes_per_s: float) -> None:
+        self._decisions.append(Decision("co-fetch", "auto", "off", why))
+
+    monkeypatch.setattr(SimBuild, "_co_fetch", without)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="experts read over PCIe")
+    assert report.observed == []
+    assert {skipped.why for skipped in report.skipped if "PCIe" in skipped.name} == {why}
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *DECODED])

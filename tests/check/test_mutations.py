@@ -34,6 +34,7 @@ def on_gpus(*paths: str) -> list[Any]:
 
 
 BOTH, IN_GROUPS = "streamed and on CPU", "streamed in groups and on CPU"
+IN_PLACE = "experts read over PCIe"
 EXPERTS = f"layer {LAYER}, experts, "
 
 
@@ -183,6 +184,22 @@ def test_lost_sum_of_the_cpu_beside_groups(gpu: str, path: str, tmp_path: Path, 
     problems = checked_with(mutations.lost_sum_beside_groups, folder, monkeypatch, gpu=gpu, only=path)
     names = ", ".join(f"expert {e}" for e in ON_CPU)
     assert problems[0].startswith(f"{EXPERTS}{names}, missing from the sum: ")
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(IN_PLACE))
+def test_no_mutation_of_experts_read_in_place(gpu: str, path: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    assert checked_with(mutations.nothing, make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path) == []
+
+
+@pytest.mark.parametrize(("gpu", "path"), on_gpus(IN_PLACE))
+@pytest.mark.parametrize("mutation", [mutations.next_expert_in_place, mutations.torn_place])
+def test_an_expert_is_read_at_a_wrong_address(
+    mutation: Any, gpu: str, path: str, tmp_path: Path, monkeypatch: Patch
+) -> None:  # fmt: skip
+    """Prompts have too many pairs for reads in place: there the CPU computes the expert, rightly."""
+    problems = checked_with(mutation, make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=gpu, only=path)
+    assert problems[0].startswith(f"{EXPERTS}expert {IN_RAM[0]}")
+    assert problems[0].endswith("(decode)")
 
 
 @pytest.mark.parametrize(("gpu", "path"), SPLIT_DEVICES)

@@ -91,11 +91,13 @@ def experts_case(rows: int = 60, experts: int = 8) -> tuple[Tensor, Tensor, Tens
 
 
 def blame(
-    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, steps: Tensor | None = None
+    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, steps: Tensor | None = None,
+    copies: Tensor | None = None,
 ) -> str:  # fmt: skip
     error = error + 0.002 * numbers(*error.shape, seed=9)
     steps = torch.zeros(len(ids)) if steps is None else steps
-    return name_experts(error, parts, shared, ids, steps, ~(error.norm(dim=1) <= 0.1))
+    copies = torch.zeros_like(ids) if copies is None else copies
+    return name_experts(error, parts, shared, ids, copies, steps, ~(error.norm(dim=1) <= 0.1))
 
 
 def test_a_wrong_expert_is_named() -> None:
@@ -112,6 +114,16 @@ def test_an_expert_that_became_wrong_is_named() -> None:
     wrong = (ids == 5).any(1) & (steps > 0)
     error = torch.where(wrong[:, None], 0.3 * numbers(60, 64, seed=4), 0.0)
     assert blame(error, parts, shared, ids, steps) == "expert 5"
+
+
+def test_an_expert_with_one_wrong_copy_is_named() -> None:
+    """Each row is a step of its own, as in decode of one request, and two experts are in all wrong rows."""
+    parts, shared, ids = experts_case()
+    copies = (torch.arange(60)[:, None] % 4 == 0).int().expand_as(ids)
+    wrong = (ids == 5).any(1) & (copies[:, 0] == 1)
+    ids[wrong] = torch.tensor([2, 5, 7])
+    error = torch.where(wrong[:, None], 0.3 * numbers(60, 64, seed=4), 0.0)
+    assert blame(error, parts, shared, ids, torch.arange(60), torch.where(ids == 5, copies, 0)) == "expert 5"
 
 
 def test_missing_contributions_are_named() -> None:

@@ -50,6 +50,12 @@ def test_shares_of_64_misses() -> None:
     assert shares[60] == 36
 
 
+def test_half_of_the_misses_whatever_the_rates() -> None:
+    fetch = CoFetch(None, 5)
+    assert fetch.shares == (0, 1, 1, 2, 2, 3)
+    assert fetch.update(counters(20, 80, 2 * LEAST_BYTES, 1.0)) is None
+
+
 def counters(jobs: int, pairs: int, nbytes: float, moe_s: float) -> Counters:
     return Counters(jobs, pairs, int(nbytes), moe_s, 0.0)
 

@@ -20,15 +20,12 @@ PROMPT, TOKENS = 5, 20
 
 
 def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kept], **override: object) -> Loaded:
-    """Share half of the misses with the GPU, rounded up."""
+    """Share half of the misses with the GPU, rounded up; experts change places if the split has spare slots."""
     loaded = load_split(folder, pool, split, device, keep=kept, **override)
 
     def make(*sizes: object) -> Executor[Any]:
         executor = loaded.make(*sizes)
         hybrid = kept[-1].hybrid
-        assert hybrid.tables is not None
-        hybrid.tables.share([(m + 1) // 2 for m in range(9)])
-        hybrid.co_fetch = None  # it would set shares by rates
         if hybrid.moves is not None:
             hybrid.moves.heat = Restless()
         return executor

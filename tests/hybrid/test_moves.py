@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines import load_decoder, run_step
-from hybrid.restless import DEVICES, restless
+from hybrid.restless import DEVICES, PromptCopier, SlowCopier, SlowCopy, restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
@@ -25,48 +25,6 @@ from proa.native.pool import Pool
 from teacher_forced import LIMITS, MOE, PAGES, all_experts, forced, prompts
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
-
-
-@dataclass
-class SlowCopy:
-    """A copy that arrives at the `asks`-th call of done(); until then its target is full of NaN."""
-
-    pairs: Pairs
-    asks: int
-
-    def __post_init__(self) -> None:
-        for to, _ in self.pairs:
-            to.fill_(0xFF)
-
-    def done(self) -> bool:
-        self.asks -= 1
-        if self.asks == 0:
-            for to, source in self.pairs:
-                to.copy_(source)
-        return self.asks <= 0
-
-
-@dataclass
-class SlowCopier:
-    asks: int
-    started: list[SlowCopy] = field(default_factory=list)
-
-    def start(self, pairs: Pairs) -> SlowCopy:
-        self.started.append(SlowCopy(pairs, self.asks))
-        return self.started[-1]
-
-    def close(self) -> None:
-        pass
-
-
-class PromptCopier:
-    """A copier whose copies arrive at once."""
-
-    def start(self, pairs: Pairs) -> SlowCopy:
-        return SlowCopy(pairs, 1)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """The plan of a path: the engine's own for the path's options, and what no option asks for. Pure. Never: building it.
 
 Files and RAM of the prefix cache are asked for as a user does. Which instruction set, how many experts are copied for a
-prompt, and in how many groups are facts of a machine that a path must have whatever the machine is.
+prompt, in how many groups, and how many are read in place are facts of a machine that a path must have whatever the
+machine is.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def _run_as(path: Path, plan: Plan, left_out: dict[str, str]) -> Adapted | NoPat
         plan = msgspec.structs.replace(plan, threads=1)  # a forked process must not start torch's threads
     if path.moving and (plan.gpu is None or not plan.gpu.spare):
         return NoPath(path.name, "the plan leaves no room in VRAM for experts that move")
+    if path.in_place:
+        if plan.gpu is None or not plan.gpu.co_fetch:
+            why = "the CPU computes no experts that the GPU could read"
+            return NoPath(path.name, next((row.why for row in plan.decisions if row.name == "co-fetch"), why))
+        plan = msgspec.structs.replace(plan, gpus=(msgspec.structs.replace(plan.gpu, co_fetch_half=True),))
     if path.streams is not Streams.NOTHING:
         if plan.gpu is None or not plan.gpu.ring_bytes:
             return NoPath(path.name, next((row.why for row in plan.decisions if row.name == "prefill"), "no ring"))

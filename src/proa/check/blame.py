@@ -16,16 +16,18 @@ _NAMED = 8
 
 
 def name_experts(
-    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, steps: Tensor, bad: Tensor
+    error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, copies: Tensor, steps: Tensor, bad: Tensor
 ) -> str:  # fmt: skip
     """Name what explains the errors of the bad rows.
 
     error [T, H]: path - reference; parts [T, k, H]: the reference's weighted outputs of the chosen experts; shared
-    [T, H]: that of the shared expert; ids [T, k]; steps int64 [T]: the step that computed the row; bad [T].
+    [T, H]: that of the shared expert; ids [T, k]; copies int [T, k]: which of the expert's copies was read; steps int64
+    [T]: the step that computed the row; bad [T].
     """
     if bool(error[bad].isfinite().all()) and (found := _by_contribution(error, parts, shared, ids, bad)):
         return found
-    return _by_choice(error, parts, ids, bad, steps, has_shared=shared is not None)
+    named = _by_choice(error, parts, ids, copies, bad, steps)
+    return named or "all experts" + ("" if shared is None else ", or the shared one")
 
 
 def _by_contribution(error: Tensor, parts: Tensor, shared: Tensor | None, ids: Tensor, bad: Tensor) -> str:
@@ -56,34 +58,36 @@ def _number(name: str) -> int:
     return int(name.split()[-1]) if name[-1].isdigit() else 1 << 30
 
 
-def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, bad: Tensor, steps: Tensor, *, has_shared: bool) -> str:
-    """The fewest experts that explain all bad rows, found greedily. A wrong expert is about equally wrong in all rows
-    that chose it, in proportion to its output there, so one that is right in some row is right; if it moved meanwhile,
-    in some row of the same step."""
+def _by_choice(error: Tensor, parts: Tensor, ids: Tensor, copies: Tensor, bad: Tensor, steps: Tensor) -> str:
+    """The fewest experts that explain all bad rows, found greedily; "" if too many would be needed. A wrong expert is
+    about equally wrong in all rows that read the same copy, in proportion to its output there, so a copy that is right
+    in some row is right; if it moved meanwhile, in some row of the same step."""
     off = error.float().norm(dim=1, keepdim=True) / (parts.norm(dim=2) + _TINY)  # [T, k]
     off = off.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for times in (torch.zeros_like(steps), steps):
-        left = _suspects(off, ids, bad, times)
+        left = _suspects(off, ids, copies, bad, times)
         explained = [row for row in left if row]
         if len(explained) < _MOSTLY * len(left):
             continue
         found, suspects = _fewest(explained), {expert for row in explained for expert in row}
         if len(found) == 1 or len(suspects) < _MOSTLY * len(set(ids.flatten().tolist())):
             return _listed([f"expert {expert}" for expert in sorted(found)])
-    return "all experts" + (", or the shared one" if has_shared else "")
+    return ""
 
 
-def _suspects(off: Tensor, ids: Tensor, bad: Tensor, times: Tensor) -> list[set[int]]:
-    """For each bad row, its experts that are nowhere clearly better. times: int64 [T]; rows are compared with those of
-    the same time."""
-    least: dict[tuple[int, int], float] = {}
-    every = list(zip(times.tolist(), ids.tolist(), off.tolist(), strict=True))
-    for time, chosen, values in every:
-        for expert, value in zip(chosen, values, strict=True):
-            least[time, expert] = min(least.get((time, expert), torch.inf), value)
+def _suspects(off: Tensor, ids: Tensor, copies: Tensor, bad: Tensor, times: Tensor) -> list[set[int]]:
+    """For each bad row, its experts whose copies are nowhere clearly better. times: int64 [T]; rows are compared with
+    those of the same time."""
+    least: dict[tuple[int, int, int], float] = {}
+    of_rows = zip(times.tolist(), ids.tolist(), copies.tolist(), off.tolist(), strict=True)
+    every = [
+        [((time, expert, copy), value) for expert, copy, value in zip(*row, strict=True)] for time, *row in of_rows
+    ]
+    for key, value in (read for row in every for read in row):
+        least[key] = min(least.get(key, torch.inf), value)
     return [
-        {e for e, value in zip(chosen, values, strict=True) if least[time, e] >= _ALIKE * value}
-        for (time, chosen, values), wrong in zip(every, bad.tolist(), strict=True)
+        {key[1] for key, value in row if least[key] >= _ALIKE * value}
+        for row, wrong in zip(every, bad.tolist(), strict=True)
         if wrong
     ]
 

@@ -190,7 +190,7 @@ class Comparison:
             of_shared = None if shared is None else reference.with_shared(_none(shared), given.x, shared).exact
             blame = partial(
                 name_experts, got.float() - want.exact, given.parts * factor,
-                None if of_shared is None else of_shared * factor, given.ids, path.rows(STEP),
+                None if of_shared is None else of_shared * factor, given.ids, path.copies(number), path.rows(STEP),
             )  # fmt: skip
             path.judge(layer, "experts", got, want.exact, want.rough, sound, blame)
             output = self._sum(reference, own, reference.dense(own.x))

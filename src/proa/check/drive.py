@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proa.check.notes import END, FINAL, IDS, IN, MID, MIXED, NORM1, NORM2, WEIGHTS, Notes, place
+from proa.check.notes import END, FINAL, IDS, IN, MID, MIXED, NORM1, NORM2, NUMBERS, WEIGHTS, Notes, place
 from proa.engine.engine import Engine
 from proa.engine.executors.executor import Executor
 from proa.engine.runner import Flight, Runner, StepOutput
@@ -87,9 +87,10 @@ class _Rows:
 class NotingRunner(Runner):
     """Reads the notes of every step before the next one is launched."""
 
-    def __init__(self, executor: Executor[Any], page_tokens: int, notes: Notes) -> None:
+    def __init__(self, executor: Executor[Any], page_tokens: int, notes: Notes, *, located: bool = False) -> None:
+        """located: see notes.watch."""
         super().__init__(executor, page_tokens, overlap=False)
-        self._notes, self._spec = notes, executor.spec
+        self._notes, self._places = notes, places(executor.spec, located=located)
         self.requests: dict[str, _Rows] = {}
         self._steps = 0
         self.faults: dict[str, str] = {}
@@ -117,7 +118,7 @@ class NotingRunner(Runner):
         count, head = flight.plan.num_tokens, []
         self._steps += 1
         parts = None if flight.step_is_whole else flight.step.parts
-        rows = {name: self._notes.read(name, count, parts) for name in places(self._spec)}
+        rows = {name: self._notes.read(name, count, parts) for name in self._places}
         if parts is not None:
             self._notes.forget(parts)
         rows[STEP] = torch.full((count,), self._steps)
@@ -129,13 +130,14 @@ class NotingRunner(Runner):
         return rows | {name: torch.cat(parts) for name, parts in zip((END, FINAL, LOGITS), by_place, strict=True)}
 
 
-def places(spec: Model) -> list[str]:
-    """The places in a model's blocks that are noted."""
+def places(spec: Model, *, located: bool = False) -> list[str]:
+    """The places in a model's blocks that are noted. located: see notes.watch."""
     found = []
     for number, block in enumerate(spec.blocks):
         found += [place(what, number) for what in (IN, NORM1, MIXED) if block.mixer is not None]
         found += [place(what, number) for what in (MID, NORM2) if block.ffn is not None]
-        found += [place(what, number) for what in (IDS, WEIGHTS) if isinstance(block.ffn, Moe)]
+        of_experts = (IDS, WEIGHTS, NUMBERS) if located else (IDS, WEIGHTS)
+        found += [place(what, number) for what in of_experts if isinstance(block.ffn, Moe)]
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.parts import BlockByBlock
+from proa.hybrid.runtime import HybridUnderway
 from proa.layers.decoder import Block, Decoder
 from proa.layers.moe import Moe
 from proa.layers.norm import RmsNorm
@@ -23,12 +24,14 @@ from proa.ops.residency import Residency
 from proa.ops.table import Chosen, Experts, NextRouter, Norm, Parameters, Underway, Unsummed
 
 IN, NORM1, MIXED, MID, NORM2, IDS, WEIGHTS = "in", "norm1", "mixed", "mid", "norm2", "ids", "weights"
+NUMBERS = "numbers"
 END, FINAL = "end", "final"  # hidden states after the last block, and their norm: rows of the head, not of the step
 
 
 def place(what: str, block: int) -> str:
     """IN: the residual stream [T, hidden] before a block. NORM1: the mixer's input. MIXED: its output. MID: the
-    residual stream after it. NORM2: the FFN's input. IDS, WEIGHTS: of the chosen experts, [T, top_k]."""
+    residual stream after it. NORM2: the FFN's input. IDS, WEIGHTS: of the chosen experts, [T, top_k].
+    NUMBERS: theirs on the CPU, -1 if a GPU computes the pair; only on paths that read experts in place."""
     return f"{what}.{block}"
 
 
@@ -102,19 +105,19 @@ class RecordedNotes:
         raise ValueError("copies of a recorded program are of whole steps")
 
 
-def watch(model: Decoder, notes: Notes) -> None:
-    """Wrap the parts of a model that was made and not yet recorded or run."""
+def watch(model: Decoder, notes: Notes, *, located: bool = False) -> None:
+    """Wrap the parts of a model that was made and not yet recorded or run. located: note NUMBERS too."""
     for number, block in enumerate(model.blocks):
-        _watch_block(block, notes, number)
+        _watch_block(block, notes, number, located=located)
     model.norm = _WatchedNorm(model.norm, notes, END, FINAL)
 
 
-def _watch_block(block: Block, notes: Notes, number: int) -> None:
+def _watch_block(block: Block, notes: Notes, number: int, *, located: bool) -> None:
     if block.mixer is not None:
         block.norm1 = _WatchedNorm(block.norm1, notes, place(IN, number), place(NORM1, number))
         block.mixer = _WatchedMixer(block.mixer, notes, place(MIXED, number))
     if isinstance(block.ffn, Moe):
-        block.ffn.experts = _WatchedExperts(block.ffn.experts, notes, number)
+        block.ffn.experts = _WatchedExperts(block.ffn.experts, notes, number, located=located)
         block.ffn = _WatchedMoe(block.ffn, notes, place(MID, number))
     elif block.ffn is not None:
         block.norm2 = _WatchedNorm(block.norm2, notes, place(MID, number), place(NORM2, number))
@@ -176,8 +179,8 @@ class _WatchedMoe(Moe):
 
 
 class _WatchedExperts:
-    def __init__(self, of: Experts, notes: Notes, block: int) -> None:
-        self._of, self._notes, self._block = of, notes, block
+    def __init__(self, of: Experts, notes: Notes, block: int, *, located: bool) -> None:
+        self._of, self._notes, self._block, self._located = of, notes, block, located
 
     @property
     def residency(self) -> Residency | None:
@@ -186,7 +189,10 @@ class _WatchedExperts:
     def start(self, x: Tensor, chosen: Chosen) -> Underway:
         for what, rows in ((NORM2, x), (IDS, chosen.ids), (WEIGHTS, chosen.weights)):
             self._notes.note(place(what, self._block), rows)
-        return self._of.start(x, chosen)
+        underway = self._of.start(x, chosen)
+        if self._located and isinstance(underway, HybridUnderway):
+            self._notes.note(place(NUMBERS, self._block), underway.at.cpu)
+        return underway
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
         self._of.foresee(x, slots, following)

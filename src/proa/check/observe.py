@@ -9,7 +9,7 @@ import torch
 
 from proa.check.adapt import Adapted
 from proa.check.drive import NotingRunner, Texts, finish, sequences
-from proa.check.notes import Notes, RecordedNotes, TensorNotes, watch
+from proa.check.notes import IDS, Notes, RecordedNotes, TensorNotes, place, watch
 from proa.check.paths import Path, Streams
 from proa.check.restore import run_with_tiers
 from proa.check.sample import Sample
@@ -22,10 +22,11 @@ from proa.engine.engine import Engine
 from proa.engine.executors.page_tiers import PageTiers
 from proa.engine.runner import Runner
 from proa.errors import ProaError
+from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
 from proa.plan.budget import SCORED_ROWS
-from proa.plan.plan import Plan
+from proa.plan.plan import GpuPlan, Plan
 
 MOVE_ROUNDS = 24  # of prompts of one repeated token, whose experts soon are hotter than others
 MOVE_TOKENS = 12
@@ -40,22 +41,27 @@ def observe(path: Path, of: Adapted, sample: Sample, texts: Texts) -> Observed |
     torch.set_flush_denormal(True)
     build = new_build(plan, checkpoint, declared, Timeline())
     notes = _notes(build, plan)
-    watch(build.model, notes)
+    watch(build.model, notes, located=path.in_place)
     fill(build, plan, checkpoint, declared, lambda loading: None)
     executor = build.runner(lambda loading: None).executor
     vocab, caches = declared.spec.vocab, executor.caches
-    if path.streams is not Streams.NOTHING and (why := _not_streamed(build)):
+    if path.streams is not Streams.NOTHING and (why := _not_given(build, "prefill", "cpu")):
+        return why
+    if path.in_place and (why := _not_given(build, "co-fetch", "off")):
         return why
     if path.moving and not _move(_engine(Runner(executor, plan.page_tokens), plan, vocab), vocab):
         return f"no expert moved in {MOVE_ROUNDS} prompts"
-    runner = NotingRunner(executor, plan.page_tokens, notes)
+    runner = NotingRunner(executor, plan.page_tokens, notes, located=path.in_place)
 
     def tiers(plan: Plan) -> PageTiers | None:
         return new_tiers(plan, checkpoint, caches, os.sched_getaffinity(0), _RUN_PAGES)
 
+    before = executor.counters().pairs
     missing = run_with_tiers(plan, texts, caches, tiers, partial(_engine, runner, plan, vocab))
     if path.streams is not Streams.NOTHING:
         _refuse_unstreamed(executor.counters(), halved=path.halved)
+    if path.in_place and in_ram_choices(runner, plan.gpus[0]) <= executor.counters().pairs - before:
+        raise ProaError("the CPU computed all experts in RAM: the GPU read none of them in place")
     graphs = plan.gpu is not None and not plan.gpu.simulated
     kv = kv_storage(plan, checkpoint, declared)
     return Observed(path.name, sequences(runner), kv, DTYPES[plan.dtype], graphs=graphs, left_out=of.left_out | missing)
@@ -82,11 +88,22 @@ def _move(engine: Engine, vocab: int) -> bool:
     return bool(executor.counters().moved_bytes)
 
 
-def _not_streamed(build: Build) -> str:
-    """Why the machine has no ring after all, although it was planned: the driver did not register RAM. Empty: it has
-    one."""
+def _not_given(build: Build, name: str, off: str) -> str:
+    """Why the machine has no ring, or reads nothing in place, after all, although it was planned: the driver did not
+    register RAM. Empty: it does. off: what the decision of this name then says."""
     rows = build.ready(0.0).decisions
-    return next((row.why for row in rows if row.name == "prefill" and row.got == "cpu"), "")
+    return next((row.why for row in rows if row.name == name and row.got == off), "")
+
+
+def in_ram_choices(runner: NotingRunner, gpu: GpuPlan) -> int:
+    """(token, expert) pairs of all steps whose expert is the CPU's. Those that the CPU was not given, the GPU
+    computed."""
+    count = 0
+    for block, owners in zip(gpu.blocks, gpu.owners, strict=True):
+        of_cpu = torch.tensor(owners) == CPU
+        ids = [row[place(IDS, block)] for of in runner.requests.values() for row in of.rows.values()]
+        count += int(of_cpu[torch.stack(ids).long()].sum())
+    return count
 
 
 def _refuse_unstreamed(counters: Counters, *, halved: bool) -> None:

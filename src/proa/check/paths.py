@@ -29,7 +29,8 @@ class Streams(enum.Enum):
 class Path:
     """options: of the engine. isa: instruction set of the native kernels; "": the plan's. moving: experts must have
     moved between GPU and RAM before rows are compared. streams: what must be copied for prompts; halved: half of the
-    experts in RAM, the CPU computes the others. tiers: prefixes are restored from RAM and files too."""
+    experts in RAM, the CPU computes the others. in_place: in small steps the GPU must read half of the missed experts
+    in RAM. tiers: prefixes are restored from RAM and files too."""
 
     name: str
     options: EngineOptions
@@ -37,6 +38,7 @@ class Path:
     moving: bool = False
     streams: Streams = Streams.NOTHING
     halved: bool = False
+    in_place: bool = False
     tiers: bool = False
 
 
@@ -93,14 +95,15 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
     static = replace(asked, gpus=replace(divided, expert_placement="uniform", co_fetch="off"))
     moving = replace(asked, gpus=replace(divided, expert_placement="dynamic", co_fetch="off"))
     none = replace(asked, gpus=replace(divided, gpu_experts="none", expert_placement="uniform", co_fetch="off"))
+    in_place = replace(asked, gpus=replace(static.gpus, co_fetch="auto", prefill="cpu"))
     return [
         Path(f"{name}, experts in VRAM and RAM", static, tiers=True),
         *_streamed(name, static, none),
         Path(f"{name}, experts that move", moving, moving=True),
+        Path(f"{name}, experts read over PCIe", in_place, in_place=True),
         Path(f"{name}, experts in VRAM", alone),
         Path(f"{name}, experts in RAM", none),
         _with_kv(f"{name}, experts in VRAM and RAM", "fp8", static, spec),
-        NoPath(f"{name}, experts read over PCIe", "co-fetch is not compared yet; all other paths have --co-fetch off"),
     ]
 
 

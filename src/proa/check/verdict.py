@@ -12,6 +12,7 @@ from proa.cache.pool import KvStorage
 from proa.check.blocks import Lengths
 from proa.check.bounds import SUSPECT, over_bound, row_errors
 from proa.check.drive import Noted
+from proa.check.notes import IDS, NUMBERS, place
 
 NON_FINITE = "NaN or infinity"
 
@@ -61,6 +62,14 @@ class Observed:
     def rows(self, name: str) -> Tensor:
         """The rows noted at a place, of all sequences. LOGITS: of the `scored` rows alone."""
         return torch.cat([noted.rows[name] for noted in self.sequences])
+
+    def copies(self, block: int) -> Tensor:
+        """int [T, top_k]: which copy of each chosen expert was read: 1 in RAM, by the CPU; 0 another one. If that was
+        not noted, 0 for all."""
+        noted = place(NUMBERS, block)
+        if noted not in self.sequences[0].rows:
+            return torch.zeros_like(self.rows(place(IDS, block)))
+        return (self.rows(noted) >= 0).int()
 
     @property
     def scored(self) -> Tensor:

@@ -4,23 +4,27 @@ the decision (machine/cost/co_fetch.py), addresses, kernels.
 
 from __future__ import annotations
 
-from proa.machine.cost.co_fetch import CpuRate, InPlaceRates, bound_by_ram, co_fetch_shares
+from proa.machine.cost.co_fetch import CpuRate, InPlaceRates, bound_by_ram, co_fetch_shares, half_shares
 from proa.native.doorbell import Counters
+from proa.ops.residency import IN_PLACE_PAIRS
 
 
 class CoFetch:
     """`shares`: see `co_fetch_shares`. Until the CPU's rate is known, the GPU reads no expert in RAM."""
 
-    def __init__(self, rates: InPlaceRates, most: int) -> None:
-        """most: (token, expert) pairs of a step that co-fetches, and so the most misses."""
+    def __init__(self, rates: InPlaceRates | None, most: int = IN_PLACE_PAIRS) -> None:
+        """rates: None: shares are `half_shares`, whatever the CPU's rate. most: (token, expert) pairs of a step that
+        co-fetches, and so the most misses."""
         self.rates = rates
-        self.shares = (0,) * (most + 1)
+        self.shares = half_shares(most) if rates is None else (0,) * (most + 1)
         self._most = most
         self._last = Counters(0, 0, 0, 0.0, 0.0)
         self._cpu = CpuRate()
 
     def update(self, now: Counters) -> tuple[int, ...] | None:
         """Update `shares` from the doorbell's counters, which count from its start. Return them if they changed."""
+        if self.rates is None:
+            return None
         last, self._last = self._last, now
         took_s = now.moe_s - last.moe_s
         if not bound_by_ram(now.jobs - last.jobs, now.pairs - last.pairs, took_s, self._most):

@@ -24,14 +24,14 @@ from proa.hybrid.streaming import Asked, Streaming
 from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
 from proa.hybrid.uploads import Uploads
-from proa.machine.cost.co_fetch import InPlaceRates, update_is_due
+from proa.machine.cost.co_fetch import update_is_due
 from proa.machine.cost.prefill import PrefillRates
 from proa.models.spec import SILU, Gating, Mlp
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
 from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
-from proa.ops.residency import IN_PLACE_PAIRS, Residency
+from proa.ops.residency import Residency
 from proa.ops.staging import Staging
 
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
@@ -72,7 +72,7 @@ class Parts:
     experts: NewDevice
     transport: NewTransport
     copiers: Callable[[], Copiers]
-    in_place: InPlaceRates | None = None  # None: the GPU does not read experts in RAM
+    co_fetch: CoFetch | None = None  # None: the GPU does not read experts in RAM
     prompts: PromptParts | None = None  # None: the CPU computes its experts for prompts too
 
 
@@ -128,10 +128,10 @@ class HybridModel:
             memory.fill_slots()
         spare, trace = self._placement.spare, self._placement.trace
         counted = spare > 0 or self._placement.counted or trace is not None
-        reads = parts.in_place
-        self.tables = Tables(memories, self._device, counted=counted, in_place=reads is not None)
-        if reads is not None:
-            self.co_fetch = CoFetch(reads, IN_PLACE_PAIRS)
+        self.co_fetch = parts.co_fetch
+        self.tables = Tables(memories, self._device, counted=counted, in_place=self.co_fetch is not None)
+        if self.co_fetch is not None:
+            self.tables.share(self.co_fetch.shares)
         self._faults = FaultRecords(most_tokens, max(most_tokens, pass_tokens), top_k, self._device)
         called = 0  # layers of the doorbell so far
         for number, (layer, residency) in enumerate(zip(layers, self.tables.residency, strict=True)):

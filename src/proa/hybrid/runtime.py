@@ -164,7 +164,7 @@ class HybridUnderway:
         streamed: Streamed,
     ) -> None:
         self._device, self._transport, self._streamed = device, transport, streamed
-        self._at, self._weights, self._started, self._x = at, weights, started, x
+        self.at, self._weights, self._started, self._x = at, weights, started, x
 
     def groups(self) -> Iterator[None]:
         return iter(())
@@ -172,7 +172,7 @@ class HybridUnderway:
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         added = Added(self._of_cpu(), shared, gate)
         self._streamed.summed()
-        return self._device.finish(self._started, self._x, self._at, self._weights, added)
+        return self._device.finish(self._started, self._x, self.at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:
         if self._transport is None:

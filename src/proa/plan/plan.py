@@ -99,6 +99,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     owners: Owners = ()  # of all experts, for each layer the same on every rank
     spare: int = 0  # spare slots for each size of experts: so many may move at once
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
+    co_fetch_half: bool = False  # (proa check) half of the missed experts, whatever the rates
     ring_bytes: int = 0  # VRAM that experts in RAM are copied to for prompts; 0: the CPU computes them
     prefill: str = "auto"  # --prefill, if there is a ring; "half" (proa check): half of the experts in RAM are copied
     doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works

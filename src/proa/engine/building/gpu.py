@@ -17,6 +17,7 @@ from proa.engine.building.compile_ahead import compile_ahead
 from proa.engine.building.compiling import Compiling
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.gpu_plan import (
+    HALF_READ,
     STEP_AHEAD,
     cuda_index,
     decode_tokens,
@@ -37,6 +38,7 @@ from proa.engine.executors.device_queue import CudaQueue
 from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.cpu_reads import CpuReads
 from proa.hybrid.cpu_trial import try_cpu
@@ -49,7 +51,6 @@ from proa.hybrid.transport import Transport
 from proa.hybrid.uploads import GpuUploads, measured_upload
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
-from proa.machine.cost.co_fetch import InPlaceRates
 from proa.machine.cost.prefill import PrefillRates
 from proa.models.names import Declared
 from proa.native.doorbell import JobSize, Service
@@ -128,14 +129,14 @@ class GpuBuild:
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
         spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
-        in_place, registered = None, self._register()
+        co_fetch, registered = None, self._register()
         if registered is not None:
-            in_place = self._read_in_place(spaces, registered)
+            co_fetch = self._co_fetch(spaces, registered)
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),
             self._transport,
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
-            in_place,
+            co_fetch,
             None if registered is None else self._prompts(registered),
         )
         self._timeline.mark("read in place")
@@ -186,14 +187,17 @@ class GpuBuild:
         self._decisions.append(rates_row(rates, memory))
         return PromptParts(GpuUploads(self._device), gpu.ring_bytes, rates, gpu.prefill)
 
-    def _read_in_place(self, spaces: GpuSpaces, registered: Registered) -> InPlaceRates | None:
-        """Measure how fast the GPU reads pinned experts in place (co-fetch)."""
+    def _co_fetch(self, spaces: GpuSpaces, registered: Registered) -> CoFetch | None:
+        """Measure how fast the GPU reads pinned experts in place, unless the plan fixes how many it reads."""
         if not self._gpu.co_fetch:
             return None
         if not registered.in_place:
             why = f"the GPU cannot read pinned RAM at the CPU's addresses: {registered.why}"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
+        if self._gpu.co_fetch_half:
+            self._decisions.append(HALF_READ)
+            return CoFetch(None)
         memory = first_shared(self._hybrid)
         cpu = CpuReads(memory, self.pool, top_k(self._spec))
         together = read_together(ReadInPlace(memory, spaces), cpu)
@@ -203,7 +207,7 @@ class GpuBuild:
             return None
         why = f"{together}; the number of experts depends on the CPU's rate in service"
         self._decisions.append(Decision("co-fetch", "auto", "on", why))
-        return together.rates
+        return CoFetch(together.rates)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

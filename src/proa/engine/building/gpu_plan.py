@@ -21,6 +21,7 @@ from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
 
 STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")  # 026
+HALF_READ = Decision("co-fetch", "auto", "half", "half of the missed experts, whatever the rates")
 
 
 def top_k(spec: Model) -> int:

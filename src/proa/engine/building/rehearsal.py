@@ -24,6 +24,7 @@ from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
 from proa.engine.executors.page_copies import layout_of
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, Copy, Pairs
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
@@ -32,7 +33,6 @@ from proa.hybrid.transport import empty_round
 from proa.hybrid.uploads import HostMark, Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
-from proa.machine.cost.co_fetch import InPlaceRates
 from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
@@ -155,7 +155,7 @@ class Stage:
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),
             self._transport,
             lambda: Copiers(_NoCopier(), _NoCopier()),
-            InPlaceRates(1.0, 1.0) if of.gpu.co_fetch else None,
+            CoFetch(None) if of.gpu.co_fetch else None,
             PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_COPIES, of.gpu.prefill) if of.gpu.ring_bytes else None,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)

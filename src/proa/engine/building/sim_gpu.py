@@ -9,6 +9,7 @@ import torch
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.gpu_plan import (
+    HALF_READ,
     STEP_AHEAD,
     decode_tokens,
     first_shared,
@@ -23,6 +24,7 @@ from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
+from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, HostCopier
 from proa.hybrid.cpu_trial import try_cpu
 from proa.hybrid.model import HybridModel, Parts, PromptParts
@@ -76,13 +78,9 @@ class SimBuild:
             ),
             self._transport,
             lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
-            InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
+            self._co_fetch(ram) if self._gpu.co_fetch else None,
             self._prompts(self._gpu.pcie_bytes_per_s or ram) if self._gpu.ring_bytes else None,
         )
-        if parts.in_place is not None:
-            rate = format_rate(parts.in_place.bus_bytes_per_s)
-            why = f"simulated, at {rate}; the number of experts depends on the CPU's rate"
-            self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts, plan.pass_tokens)
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
@@ -92,6 +90,16 @@ class SimBuild:
             self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens
         )
         return Runner(executor, plan.page_tokens)
+
+    def _co_fetch(self, ram_bytes_per_s: float) -> CoFetch:
+        if self._gpu.co_fetch_half:
+            self._decisions.append(HALF_READ)
+            return CoFetch(None)
+        rates = InPlaceRates(self._gpu.pcie_bytes_per_s or ram_bytes_per_s, ram_bytes_per_s)
+        rate = format_rate(rates.bus_bytes_per_s)
+        why = f"simulated, at {rate}; the number of experts depends on the CPU's rate"
+        self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        return CoFetch(rates)
 
     def _prompts(self, bytes_per_s: float) -> PromptParts:
         memory = first_shared(self._hybrid)

@@ -67,3 +67,8 @@ def co_fetch_shares(most: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> t
         return min(together, min(misses, together + 1), key=partial(duration, misses))  # the first of equals
 
     return tuple(best(misses) for misses in range(most + 1))
+
+
+def half_shares(most: int) -> tuple[int, ...]:
+    """Entry m, up to `most`: half of m missed experts, rounded up, so that a single one is read too."""
+    return tuple((misses + 1) // 2 for misses in range(most + 1))
