@@ -146,7 +146,7 @@ class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes_per_token: int  # resident experts, for uniform routing, read while the CPU reads its own
     bandwidth_bytes_per_s: float
     source: str  # source of the bandwidth
-    read_ahead: bool = False  # the CPU reads its experts also while dense weights are read
+    read_ahead: bool = False  # the CPU reads its experts also while dense weights are read, predicted or deferred ones
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
