@@ -135,7 +135,8 @@ class HybridModel:
         self.tables = Tables(memories, self._device, counted=counted, in_place=reads is not None)
         if reads is not None:
             self.co_fetch = CoFetch(reads, IN_PLACE_PAIRS)
-        self._faults = FaultRecords(most_tokens, max(most_tokens, pass_tokens), top_k, self._device)
+        defers, most_in_parts = self._placement.defers, max(most_tokens, pass_tokens)
+        self._faults = FaultRecords(most_tokens, most_in_parts, top_k, self._device, defers=defers)
         called = 0  # layers of the doorbell so far
         for number, (layer, residency) in enumerate(zip(layers, self.tables.residency, strict=True)):
             transport = self.transport if layer.memory.cpu_computes else None
