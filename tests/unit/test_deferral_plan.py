@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proa.config.options import EngineOptions, GpuOptions, ModelOptions
+from proa.engine.building.tiers import tiers_root
 from proa.errors import UsageError
 from proa.models.spec import Model
 from proa.plan.plan import Plan
+from quick_plan import prepare
+from tiny import make_tiny
 from unit import test_vram
 from unit.vram_cases import DENSE, MIXTRAL, QWEN3_30B, row
 
@@ -55,3 +60,15 @@ def test_as_many_as_a_token_has() -> None:
     got = plan(deferred_experts=8).gpu
     assert got is not None
     assert got.deferred == 8
+
+
+def test_engines_share_kept_pages_only_with_the_same_number(tmp_path: Path) -> None:
+    """KV pages of generated tokens depend on what was deferred."""
+    folder = str(make_tiny("qwen3-moe", tmp_path))
+    roots = []
+    for deferred in (0, 1, 2, 1):
+        gpus = GpuOptions(gpu="sim:64MiB", gpu_experts="3", deferred_experts=deferred)
+        prepared = prepare(folder, EngineOptions(ModelOptions(dtype="bfloat16"), gpus=gpus))
+        roots.append(tiers_root(prepared.plan, prepared.checkpoint, []))
+    assert len(set(roots)) == 3
+    assert roots[1] == roots[3]

@@ -249,8 +249,8 @@ def figures_of(
     interval: DecodeInterval, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates
 ) -> dict[str, float | None]:
     """Compute rates, the roof and bytes per step. Only if the CPU has all experts: fixed_us_per_layer, measured by the
-    CPU from a layer's experts to the next layer's; beside_us_per_layer, the step time without experts, divided by
-    layers (includes head and host)."""
+    CPU from a layer's experts to the next layer's, unless it computes deferred ones meanwhile; beside_us_per_layer, the
+    step time without experts, divided by layers (includes head and host)."""
     roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead, deferred=gpu.deferred)
     layers = len(gpu.resident)
     resident = sum(map(len, gpu.resident))
@@ -262,7 +262,7 @@ def figures_of(
         "step_ms": 1e3 * interval.step_s,
         "roof_tokens_per_s": roof,
         "roof_share": interval.tokens_per_s / roof,
-        "fixed_us_per_layer": None if resident else fixed_us_per_layer(interval),
+        "fixed_us_per_layer": None if resident or gpu.deferred else fixed_us_per_layer(interval),
         "beside_us_per_layer": None if resident else 1e6 * beside_s / layers,
         "layers": layers,
         "steps": interval.steps,
