@@ -139,7 +139,8 @@ def _facts(results: Sequence[Result]) -> Table:
         figures = result.figures
         parts = {"dense and KV": "dense", "experts in VRAM": "resident", "experts of the CPU": "cpu"}
         read = ", ".join(f"{text} {format_bytes(figures[f'{n}_bytes_per_step'] or 0)}" for text, n in parts.items())
-        table.add_row(f"read per step (requests: {number(figures['requests'])})", read)
+        late = f", deferred: {number(figures['deferred_experts'])}" if figures["deferred_experts"] else ""
+        table.add_row(f"read per step (requests: {number(figures['requests'])}{late})", read)
     hits = [(r.figures["hit_rate"], r.figures["best_hit_rate"]) for r in results]
     if all(rate is not None for pair in hits for rate in pair):
         shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)
