@@ -20,6 +20,7 @@ from proa.engine.executors.batch import StepBatch, StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor, S
 from proa.engine.executors.recorded import RecordedExecutor
+from proa.engine.executors.session import Session
 from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduling.copying import CopyRules
 from proa.engine.scheduling.policy import Limits
@@ -30,6 +31,7 @@ from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
+from proa.ops.table import NewExperts
 from proa.types import EngineRequest, Sampling, TokenEvent
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
@@ -70,18 +72,20 @@ class Loaded:
 
 
 def load_decoder(
-    folder: Path, dtype: torch.dtype = torch.float32, kv: KvStorage | None = None, **override_config: object
-) -> Loaded:
+    folder: Path, dtype: torch.dtype = torch.float32, kv: KvStorage | None = None, *,
+    new_experts: NewExperts | None = None, session: Session | None = None, **override_config: object,
+) -> Loaded:  # fmt: skip
+    """new_experts, session: of experts that are computed otherwise than in plain torch."""
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
-    model = Decoder(declared.spec, reference(dtype))
+    model = Decoder(declared.spec, reference(dtype, new_experts))
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
 
     def make(limits: StepLimits, num_pages: int) -> Executor[Any]:
         caches = allocate_pool(
             declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences + COPIES, kv=kv
         )
-        return EagerExecutor(model, caches, limits.page_tokens)
+        return EagerExecutor(model, caches, limits.page_tokens, session)
 
     return Loaded(declared.spec, make, model)
 

@@ -26,7 +26,7 @@ from proa.layers.decoder import Decoder
 from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
 from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
-from proa.native.doorbell import JobSize, Way
+from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.gpu_traits import traits_of
@@ -37,6 +37,7 @@ from proa.ops.table import Ops
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
+NewHost = Callable[[Pool, Sequence[Experts], JobSize, Service, Way], Transport]
 RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at first
 
 
@@ -44,7 +45,7 @@ RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at f
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
     has a copy of them as well. in_place: the device reads half of the missed experts in RAM, rounded up. prefill: a
-    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed."""
+    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts."""
 
     share: float
     inclusive: bool = False
@@ -53,6 +54,7 @@ class Split:
     way: Way = Way.NUMBER
     prefill: str | None = None
     ring_bytes: int = 1 << 20
+    deferred: int = 0
 
     def placement(self, spec: Model) -> Placement:
         owners = {}
@@ -61,7 +63,7 @@ class Split:
                 count = round(moe.experts * self.share)
                 resident = {i * moe.experts // count for i in range(count)}
                 owners[number] = tuple(0 if e in resident else CPU for e in range(moe.experts))
-        return Placement(owners, self.inclusive, self.spare)
+        return Placement(owners, self.inclusive, self.spare, defers=self.deferred > 0)
 
 
 @dataclass
@@ -95,9 +97,9 @@ def _cuda_ops(at: torch.device, hybrid: HybridModel, staging: Staging) -> Ops:
 
 def load_split(
     folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
-    keep: list[Kept] | None = None, kv: KvStorage | None = None, **override: object,
+    keep: list[Kept] | None = None, kv: KvStorage | None = None, new_host: NewHost = HostTransport, **override: object,
 ) -> Loaded:  # fmt: skip
-    """device: "sim" or "cuda". Each executor's experts are added to `keep`."""
+    """device: "sim" or "cuda". Each executor's experts are added to `keep`. new_host: makes the transport of "sim"."""
     checkpoint = open_checkpoint(folder, "auto", override)
     declared = checkpoint.declare()
     spec, cuda = declared.spec, device == "cuda"
@@ -116,10 +118,11 @@ def load_split(
         load_weights(checkpoint, declared, targets, lambda done, total: None, pool, staging.flush)
 
         def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
+            service = Service(deferred=split.deferred)
             if not cuda:
-                return HostTransport(pool, layers, size, way=split.way)
+                return new_host(pool, layers, size, service, split.way)
             doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(
-                pool, layers, size, at, device_ops, way=split.way
+                pool, layers, size, at, device_ops, service, split.way
             )
             return doorbell
 

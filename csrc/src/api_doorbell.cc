@@ -60,6 +60,8 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
         require(o.spin_us >= 0, "The spin time must not be negative.");
         require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS,
                 "The way to ring must be PROA_WAY_NUMBER, _FLAGS or _CALLS.");
+        require(o.deferred >= 0 && o.deferred <= o.top_k,
+                "At most a token's experts can be deferred, and not fewer than 0.");
         const proa::DoorbellSize size{int(o.most_tokens), int(o.top_k), int(o.hidden)};
         require(o.memory && reinterpret_cast<uintptr_t>(o.memory) % proa::kLineBytes == 0,
                 "The doorbell's memory must be aligned to 64 bytes.");
@@ -70,7 +72,7 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
                                   static_cast<std::byte*>(o.memory),
                                   size,
                                   proa::Way(o.way),
-                                  {o.lane, o.spin_us, cpus_of(o), o.read_ahead != 0, o.decode_tokens}}};
+                                  {o.lane, o.spin_us, cpus_of(o), o.read_ahead != 0, o.decode_tokens, o.deferred}}};
     });
 }
 
@@ -129,7 +131,8 @@ int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_coun
     return proa::guarded([&] {
         require(doorbell && out, "An argument is a null pointer.");
         const proa::DoorbellCounters c = doorbell->doorbell.counters();
-        *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns, c.experts, c.foreseen, c.gaps, c.gap_ns};
+        *out = {c.jobs,     c.pairs, c.weight_bytes, c.moe_ns,   c.waiting_ns, c.experts,
+                c.foreseen, c.gaps,  c.gap_ns,       c.deferred, c.deferred_ns};
     });
 }
 

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kWord = 64;  // a cache line per word: the two sides write different lines
 constexpr uint64_t kNumber = 0xffffffff;
-constexpr size_t kOperations = 16;
+constexpr size_t kOperations = 16, kMostOfJob = 2;  // operations; the most that a job uses
 constexpr int64_t kWaitUs = 1'000'000;
 constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it checks for a ring without arming
 
@@ -27,7 +27,7 @@ uint64_t ns_between(Clock::time_point begin, Clock::time_point end) {
 
 uint64_t ns_since(Clock::time_point begin) { return ns_between(begin, Clock::now()); }
 
-constexpr int64_t kLookAlone = 1 << 16;  // elements; with more, all workers check the result
+constexpr int64_t kAlone = 1 << 16;  // elements of a result; with more, all workers check it or add to it
 
 // Returns the first row of y with a non-finite value, or -1. Adding one to an exponent of all ones carries into the
 // sign.
@@ -57,12 +57,26 @@ struct Look {
     }
 };
 
-void look_in_parallel(const Look& look, Pool& pool, int lane) {
+// Adds rows of the deferred experts' sum.
+struct Sum {
+    const float* more;
+    float* y;
+    int rows, columns, tasks;
+
+    void at(int begin, int end) const {
+        for (size_t i = size_t(begin) * size_t(columns); i < size_t(end) * size_t(columns); ++i) y[i] += more[i];
+    }
+};
+
+// Calls `work.at` for all rows, on all workers if there are many elements.
+template <class Work>
+void over_rows(const Work& work, Pool& pool, int lane) {
+    if (int64_t(work.rows) * work.columns <= kAlone) return work.at(0, work.rows);
     const auto part = [](const void* context, int task, const std::byte*) {
-        const Look& l = *static_cast<const Look*>(context);
-        l.at(block_begin(l.rows, l.tasks, task), block_begin(l.rows, l.tasks, task + 1));
+        const Work& w = *static_cast<const Work*>(context);
+        w.at(block_begin(w.rows, w.tasks, task), block_begin(w.rows, w.tasks, task + 1));
     };
-    pool.run(published(look.tasks, pool.nodes(), &look, part), lane);
+    pool.run(published(work.tasks, pool.nodes(), &work, part), lane);
 }
 
 void add(std::atomic<uint64_t>& count, uint64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
@@ -97,7 +111,8 @@ Doorbell::Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layer
       spin_us_(service.spin_us),
       decode_tokens_(service.decode_tokens),
       read_ahead_(service.read_ahead ? std::make_unique<ReadAhead>(*host_) : nullptr),
-      operations_(kOperations) {
+      operations_(kOperations),
+      deferral_(service.deferred, int(layers_.size()) - 1, size.most_tokens, size.top_k, size.hidden) {
     std::memset(memory_, 0, size_t(layout_.ids));
     flag(layout_.ready).store(kFlag);
     ids_.reserve(size_t(size.most_tokens) * size_t(size.top_k));
@@ -219,8 +234,9 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
 
 DoorbellCounters Doorbell::counters() const {
     const auto of = [](const Count& count) { return count.load(std::memory_order_relaxed); };
-    return {of(jobs_), of(pairs_), of(weight_bytes_), of(moe_ns_), of(waiting_ns_), of(experts_), of(foreseen_experts_),
-            of(gaps_), of(gap_ns_)};
+    return {of(jobs_),       of(pairs_),    of(weight_bytes_),     of(moe_ns_),
+            of(waiting_ns_), of(experts_),  of(foreseen_experts_), of(gaps_),
+            of(gap_ns_),     of(deferred_), of(deferred_ns_)};
 }
 
 void Doorbell::serve() {
@@ -268,7 +284,8 @@ void Doorbell::answer_flags(bool rings) {
     flag(layout_.ready).fetch_or(kFlag, std::memory_order_release);
 }
 
-// Answers first and checks the result for NaN and infinity afterwards, before the next job: the GPU goes on meanwhile.
+// Answers first. Then it checks the result for NaN and infinity and computes deferred experts, before the next job: the
+// GPU goes on meanwhile.
 void Doorbell::answer_job(uint32_t number) {
     const int32_t* header = at<int32_t>(layout_.header);
     try {
@@ -282,9 +299,12 @@ void Doorbell::answer_job(uint32_t number) {
         }
         if (way_ == Way::kFlags) say_done();
         if (layer_ != kProbeLayer) {
-            look_at_result();
-            count_weights();
-            if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be reused
+            if (deferral_.owes_finite()) look_at(at<float>(layout_.y), ids_);  // else it was reported with its layer
+            deferral_.paid();
+            count_weights(ids_);
+            add(jobs_, 1);
+            if (deferral_.has_pairs()) run_deferred();
+            if (turn_ - settled_ > kOperations - kMostOfJob) host_->pool.settle(), settled_ = turn_;
         }
         looked_.store(number, std::memory_order_release);
     } catch (const Error& error) {
@@ -295,7 +315,8 @@ void Doorbell::answer_job(uint32_t number) {
 }
 
 void Doorbell::run(const int32_t* header) {
-    layer_ = header[0], tokens_ = header[1];
+    const bool decode = header[0] >= kDecodeJob;
+    layer_ = decode ? header[0] - kDecodeJob : header[0], tokens_ = header[1];
     if (layer_ == kProbeLayer) return;
     if (layer_ < 0 || layer_ >= int(layers_.size()))
         throw Error(PROA_ERROR_ARGUMENT, "A job has layer " + std::to_string(layer_) + ", but there are " +
@@ -305,20 +326,45 @@ void Doorbell::run(const int32_t* header) {
                                              std::to_string(size_.most_tokens) + " are possible.");
     const auto begin = Clock::now();
     if (done_layer_ >= 0 && layer_ == done_layer_ + 1) add(gaps_, 1), add(gap_ns_, ns_between(done_at_, begin));
+    deferral_.begin(layer_, tokens_, decode);
     const bool copied = way_ != Way::kNumber;
     const DoorbellLayout l = copied ? doorbell_layout(tokens_, size_.top_k, size_.hidden) : layout_;
     const int32_t* ids = at<int32_t>(l.ids);
     ids_.assign(ids, ids + size_t(tokens_) * size_t(size_.top_k));
+    deferral_.take(ids_, at<float>(l.weights), at<uint16_t>(l.x));
+    float* y = at<float>(layout_.y);
+    compute(ids_, at<float>(l.weights), at<uint16_t>(l.x), y);
+    if (const float* owed = deferral_.owed())
+        over_rows(Sum{owed, y, tokens_, size_.hidden, std::min(tokens_, host_->pool.threads())}, host_->pool, lane_);
+    done_at_ = Clock::now(), done_layer_ = layer_;
+    add(moe_ns_, ns_between(begin, done_at_));
+}
+
+// Computes the job's deferred pairs; their sum is added to the next answer.
+void Doorbell::run_deferred() {
+    const auto begin = Clock::now();
+    compute(deferral_.ids(), deferral_.weights(), deferral_.x(), deferral_.y());
+    const uint64_t took_ns = ns_since(begin);
+    add(moe_ns_, took_ns), add(deferred_ns_, took_ns);
+    add(deferred_, count_weights(deferral_.ids()));
+    deferral_.computed(look_at(deferral_.y(), deferral_.ids()));
+}
+
+// Computes these pairs of the job. Of a decode step's job all pairs may be on the GPU, or deferred.
+void Doorbell::compute(const std::vector<int32_t>& ids, const float* weights, const uint16_t* x, float* y) {
+    if (std::all_of(ids.begin(), ids.end(), [](int32_t id) { return id == -1; })) {
+        std::fill_n(y, size_t(tokens_) * size_t(size_.hidden), 0.f);
+        return;
+    }
     Moe& op = operations_[turn_ % kOperations];
     op.experts = layers_[size_t(layer_)];
-    op.top_k = size_.top_k, op.ids = ids_.data(), op.weights = at<float>(l.weights);
-    op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
-    op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
+    op.top_k = size_.top_k, op.ids = ids.data(), op.weights = weights;
+    op.x = x, op.x_stride = size_.hidden;
+    op.y = y, op.y_stride = size_.hidden, op.wide = true;
     op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
     host_->regimes[size_t(lane_)] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
     proa::run(op, *host_, tokens_, lane_);
-    done_at_ = Clock::now(), done_layer_ = layer_;
-    add(moe_ns_, ns_between(begin, done_at_));
+    ++turn_;
 }
 
 // Lets idle workers read the predicted experts' weights. If this runs late, the ids may be those of another layer: the
@@ -343,42 +389,41 @@ void Doorbell::look_ahead() {
     read_ahead_->begin(experts, foreseen_);
 }
 
-void Doorbell::look_at_result() {
-    Pool& pool = host_->pool;
-    const Look look{at<float>(layout_.y), tokens_, size_.hidden, std::min(tokens_, pool.threads()), tokens_};
-    if (int64_t(tokens_) * size_.hidden <= kLookAlone) {
-        look.at(0, tokens_);
-    } else {
-        look_in_parallel(look, pool, lane_);
-    }
+// Notes the first non-finite row of a result; returns true if there is none.
+bool Doorbell::look_at(const float* y, const std::vector<int32_t>& ids) {
+    const Look look{y, tokens_, size_.hidden, std::min(tokens_, host_->pool.threads()), tokens_};
+    over_rows(look, host_->pool, lane_);
     const int row = look.first.load();
-    if (row == tokens_) return;
+    if (row == tokens_) return true;
     std::string experts;
     for (int k = 0; k < size_.top_k; ++k) {
-        const int id = ids_[size_t(row) * size_t(size_.top_k) + size_t(k)];
+        const int id = ids[size_t(row) * size_t(size_.top_k) + size_t(k)];
         if (id >= 0) experts += (experts.empty() ? "" : ", ") + std::to_string(id);
     }
     const std::lock_guard lock(mutex_);
     if (not_finite_.empty())
         not_finite_ = "The experts' sum is non-finite (NaN or Inf): layer " + std::to_string(layer_) + ", row " +
                       std::to_string(row) + " of " + std::to_string(tokens_) + ", experts " + experts + ".";
+    return false;
 }
 
-void Doorbell::count_weights() {
+// Returns the number of pairs.
+uint64_t Doorbell::count_weights(const std::vector<int32_t>& ids) {
     const Experts& e = *layers_[size_t(layer_)];
     used_.assign(size_t(e.gate_up->count), false);
     uint64_t pairs = 0, experts = 0;
-    for (int id : ids_) {
+    for (int id : ids) {
         if (id < 0) continue;
         ++pairs;
         experts += !used_[size_t(id)];
         used_[size_t(id)] = true;
     }
     add(pairs_, pairs), add(weight_bytes_, experts * (e.gate_up->matrix_bytes() + e.down->matrix_bytes()));
-    add(jobs_, 1), add(experts_, experts);
-    if (!read_ahead_ || !read_ahead_->of(e)) return;
-    add(foreseen_experts_,
-        uint64_t(std::count_if(foreseen_.begin(), foreseen_.end(), [this](int id) { return used_[size_t(id)]; })));
+    add(experts_, experts);
+    if (read_ahead_ && read_ahead_->of(e))
+        add(foreseen_experts_,
+            uint64_t(std::count_if(foreseen_.begin(), foreseen_.end(), [this](int id) { return used_[size_t(id)]; })));
+    return pairs;
 }
 
 }  // namespace proa

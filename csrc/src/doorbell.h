@@ -17,13 +17,15 @@
 #include <thread>
 #include <vector>
 
+#include "deferral.h"
 #include "host.h"
 #include "moe.h"
 #include "read_ahead.h"
 
 namespace proa {
 
-constexpr int kProbeLayer = -1;  // a job without work: answered at once
+constexpr int kProbeLayer = -1;      // a job without work: answered at once
+constexpr int kDecodeJob = 1 << 20;  // added to the layer of a decode step's job, of which pairs may be deferred
 
 // How the GPU signals a job.
 enum class Way {
@@ -55,12 +57,12 @@ struct DoorbellSize {
 // Settings of the doorbell's thread. lane: of the pool, on which it runs the jobs. cpus: its affinity; empty: any.
 // spin_us: how long it polls after the last step before it sleeps.
 // read_ahead: act on predictions. decode_tokens: jobs of up to this many tokens use decode's fixed kernels (Regime);
-// 0: none.
+// 0: none. deferred: of a token of a decode step (kDecodeJob), the most pairs that are computed after the answer.
 struct DoorbellService {
     int lane, spin_us;
     std::vector<int> cpus;
     bool read_ahead;
-    int decode_tokens = 0;
+    int decode_tokens = 0, deferred = 0;
 };
 
 struct DoorbellCounters {
@@ -68,6 +70,7 @@ struct DoorbellCounters {
     uint64_t moe_ns, waiting_ns;         // waiting: from an answer to the next ring, while armed
     uint64_t experts, foreseen;          // experts in jobs, and how many of these were predicted
     uint64_t gaps, gap_ns;               // intervals between the jobs of consecutive layers
+    uint64_t deferred, deferred_ns;      // of the pairs and of moe_ns, what was computed after the answer
 };
 
 class Doorbell {
@@ -122,9 +125,11 @@ class Doorbell {
     void unpark();
     void answer_job(uint32_t number);
     void run(const int32_t* header);
+    void run_deferred();
+    void compute(const std::vector<int32_t>& ids, const float* weights, const uint16_t* x, float* y);
     void look_ahead();
-    void look_at_result();
-    void count_weights();
+    bool look_at(const float* y, const std::vector<int32_t>& ids);
+    uint64_t count_weights(const std::vector<int32_t>& ids);
     template <class T>
     T* at(int64_t offset) const {
         return reinterpret_cast<T*>(memory_ + offset);
@@ -140,13 +145,14 @@ class Doorbell {
     std::unique_ptr<ReadAhead> read_ahead_;  // null: predictions are ignored
     std::vector<int> foreseen_;              // the last prediction
     uint32_t last_foreseen_ = 0;
-    std::vector<Moe> operations_;           // used in rotation: a late worker may still read an earlier one
+    std::vector<Moe> operations_;  // used in rotation: a late worker may still read an earlier one
+    Deferral deferral_;
     std::vector<int32_t> ids_;              // the job's ids, copied: the next job overwrites the block
     std::vector<bool> used_;                // experts of the job
     int layer_ = kProbeLayer, tokens_ = 0;  // of the job
-    size_t turn_ = 0;                       // number of jobs that used an operation
+    size_t turn_ = 0, settled_ = 0;         // operations used in all, and before no worker could be late with one
     Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0}, experts_{0}, foreseen_experts_{0};
-    Count gaps_{0}, gap_ns_{0};
+    Count gaps_{0}, gap_ns_{0}, deferred_{0}, deferred_ns_{0};
     std::chrono::steady_clock::time_point done_at_;  // when the last job's experts were done
     int done_layer_ = kProbeLayer;
     std::atomic<uint32_t> looked_{0};  // number of the last job whose result was checked

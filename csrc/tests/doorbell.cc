@@ -2,12 +2,15 @@
 // thread hangs.
 #include "doorbell.h"
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
+#include <utility>
 
 #include "operations.h"
 #include "pack.h"
@@ -78,8 +81,21 @@ struct Job {
                  host, tokens, lane);
         return y;
     }
-    void write(const Block& block, proa::Way way, uint32_t number) const {
-        const int32_t header[3] = {layer, tokens, int32_t(number)};
+    // Splits it as deferral does: the `most` lightest choices of each token, by sorting them.
+    std::pair<Job, Job> split(int most) const {
+        std::pair<Job, Job> parts{*this, *this};
+        for (int t = 0; t < tokens; ++t) {
+            std::vector<int> order(kTopK);
+            std::iota(order.begin(), order.end(), t * kTopK);
+            std::stable_sort(order.begin(), order.end(),
+                             [this](int a, int b) { return weights[size_t(a)] > weights[size_t(b)]; });
+            for (int i = 0; i < kTopK; ++i)
+                (i < kTopK - most ? parts.second : parts.first).ids[size_t(order[size_t(i)])] = -1;
+        }
+        return parts;
+    }
+    void write(const Block& block, proa::Way way, uint32_t number, bool decode = false) const {
+        const int32_t header[3] = {decode ? layer + proa::kDecodeJob : layer, tokens, int32_t(number)};
         const auto of_these = proa::doorbell_layout(tokens, kTopK, kHidden);
         const proa::DoorbellLayout& l = way == proa::Way::kNumber ? block.layout : of_these;
         std::memcpy(block.at<int32_t>(l.header), header, sizeof header);
@@ -104,18 +120,18 @@ struct Bench {
         found.lanes = lanes;
         return found;
     }
-    std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100,
-                                         bool read_ahead = false) {
-        return bell_in(block, 1, way, spin_us, read_ahead);
+    std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100, bool read_ahead = false,
+                                         int deferred = 0) {
+        return bell_in(block, 1, way, spin_us, read_ahead, deferred);
     }
     std::unique_ptr<proa::Doorbell> bell_in(const Block& of, int lane, proa::Way way = proa::Way::kNumber,
-                                            int spin_us = 100, bool read_ahead = false) {
+                                            int spin_us = 100, bool read_ahead = false, int deferred = 0) {
         std::vector<const proa::Experts*> experts;
         for (const auto& layer : layers) experts.push_back(&layer->experts);
         const std::shared_ptr<proa::Host> unowned(&host, [](proa::Host*) {});
         const proa::DoorbellSize size{kMostTokens, kTopK, kHidden};
         return std::make_unique<proa::Doorbell>(unowned, experts, of.memory.get(), size, way,
-                                                proa::DoorbellService{lane, spin_us, {}, read_ahead});
+                                                proa::DoorbellService{lane, spin_us, {}, read_ahead, 0, deferred});
     }
 };
 
@@ -251,6 +267,85 @@ void predictions_change_no_answer(int pool) {
     CHECK(bell->counters().foreseen > 0);
 }
 
+// What the GPU may do as soon as it has the answer: write other rows into the block.
+void overwrite(const Block& block) {
+    std::memset(block.at<uint8_t>(block.layout.ids), 0xff, size_t(block.layout.y - block.layout.ids));
+}
+
+// Each answer of a decode step has the job's heavy pairs and the light ones of the layer before; the last has all.
+// Other jobs come between steps, and steps end early.
+void light_pairs_come_one_layer_later(int pool, proa::Way way, int deferred, bool read_ahead) {
+    Bench bench(pool);
+    const auto bell = bench.bell(way, 100, read_ahead, deferred);
+    Random random(unsigned(13 + deferred));
+    uint32_t number = 0;
+    uint64_t late = 0;
+    const auto answer = [&](const Job& job, std::vector<float> want, const std::vector<float>& owed, bool decode) {
+        for (size_t i = 0; i < owed.size(); ++i) want[i] += owed[i];
+        job.write(bench.block, way, ++number, decode);
+        CHECK(ring_and_wait(*bell, way, number, 60 * kSecond));
+        overwrite(bench.block);
+        CHECK(!std::memcmp(want.data(), bench.block.at<float>(bench.block.layout.y), want.size() * 4));
+        CHECK(failure(*bell) == 0);
+    };
+    bell->arm();
+    for (int step = 0; step < 60; ++step) {
+        const int tokens = 1 + random.below(kMostTokens), end = step % 5 ? kLayers : 1 + random.below(kLayers);
+        std::vector<float> owed;
+        for (int layer = 0; layer < end; ++layer) {
+            Job job(random, layer, tokens);
+            if (step % 3 == 0) job.weights.assign(job.weights.size(), 0.25f);  // equal weights: the later is lighter
+            if (step % 7 == 0) job.ids.assign(job.ids.size(), -1);             // all pairs are on the GPU
+            const auto [now, light] = job.split(layer + 1 < kLayers ? deferred : 0);
+            answer(job, now.exact(*bench.layers[size_t(layer)], bench.host), owed, true);
+            owed = light.exact(*bench.layers[size_t(layer)], bench.host);
+            late += uint64_t(std::count_if(light.ids.begin(), light.ids.end(), [](int32_t id) { return id >= 0; }));
+        }
+        const Job prompt(random, random.below(kLayers), tokens);
+        if (step % 2) answer(prompt, prompt.exact(*bench.layers[size_t(prompt.layer)], bench.host), {}, false);
+    }
+    bell->disarm();
+    const proa::DoorbellCounters counted = bell->counters();
+    CHECK(counted.deferred == late && (late > 0) == (deferred > 0));
+    CHECK(counted.jobs == number && counted.deferred_ns <= counted.moe_ns);
+}
+
+// A decode step whose layer does not ring would lose what was deferred to it.
+void a_decode_step_without_a_layer_fails() {
+    for (const auto& [layer, tokens] : {std::pair{2, 2}, std::pair{1, 3}, std::pair{2, 3}}) {
+        Bench bench(1);
+        const auto bell = bench.bell(proa::Way::kNumber, 100, false, 1);
+        Random random(1);
+        bell->arm();
+        Job(random, 0, 2).write(bench.block, proa::Way::kNumber, 1, true);
+        CHECK(ring_and_wait(*bell, proa::Way::kNumber, 1, 60 * kSecond));
+        Job(random, layer, tokens).write(bench.block, proa::Way::kNumber, 2, true);
+        CHECK(!ring_and_wait(*bell, proa::Way::kNumber, 2, 60 * kSecond));
+        std::string what;
+        CHECK(failure(*bell, &what) == PROA_ERROR_ARGUMENT);
+        CHECK(what.find("every layer must ring") != std::string::npos);
+    }
+}
+
+// A deferred expert that is non-finite is reported once, with its own layer.
+void a_non_finite_deferred_expert_is_reported_with_its_layer() {
+    Bench bench(1);
+    bench.layers[0]->poison(4);
+    const auto bell = bench.bell(proa::Way::kNumber, 100, false, 1);
+    Random random(3);
+    bell->arm();
+    for (int layer = 0; layer < 2; ++layer) {
+        Job job(random, layer, 2);
+        job.ids = {0, 1, 2, 3, 4, 0};
+        job.weights = {0.5f, 0.3f, 0.2f, 0.4f, 0.1f, 0.5f};  // expert 4 of the second token is its lightest
+        job.write(bench.block, proa::Way::kNumber, uint32_t(layer + 1), true);
+        CHECK(ring_and_wait(*bell, proa::Way::kNumber, uint32_t(layer + 1), 60 * kSecond));
+        std::string what;
+        CHECK(failure(*bell, &what) == (layer ? 0 : PROA_ERROR_NUMERICS));
+        if (!layer) CHECK(what.find("layer 0, row 1 of 2, experts 4.") != std::string::npos);
+    }
+}
+
 // Every bad job ends its wait and all later ones.
 void failures_end_every_wait(proa::Way way) {
     const auto expect = [way](int code, const char* text, const std::function<void(Bench&, proa::Doorbell&)>& spoil) {
@@ -368,7 +463,12 @@ int main() {
     for (proa::Way way : {proa::Way::kNumber, proa::Way::kFlags, proa::Way::kCalls}) {
         for (int pool : kPools) answers_are_the_experts(pool, way, 60);
         failures_end_every_wait(way);
+        for (int deferred = 0; deferred <= kTopK; ++deferred)
+            light_pairs_come_one_layer_later(2, way, deferred, way == proa::Way::kNumber && deferred == 2);
     }
+    for (int pool : kPools) light_pairs_come_one_layer_later(pool, proa::Way::kNumber, 1, true);
+    a_decode_step_without_a_layer_fails();
+    a_non_finite_deferred_expert_is_reported_with_its_layer();
     for (int lanes : {1, 2, 3, 5}) doorbells_answer_at_once(lanes);
     one_doorbell_of_a_pool_reads_ahead();
     for (int pool : kPools) predictions_change_no_answer(pool);

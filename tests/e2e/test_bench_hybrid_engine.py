@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console, Group
 
 import programs
-from proa.bench.hybrid_table import render_beside, render_drift
+from proa.bench.hybrid_table import render_beside, render_drift, render_hybrid
 from proa.bench.result import Result
 from proa.cli.main import main
 
@@ -43,6 +43,21 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return Done(main(), *capsys.readouterr())
 
     return run
+
+
+@pytest.mark.alone
+def test_deferred_experts_are_measured_beside_the_exact_path(bench: Bench) -> None:
+    """Of the two layers the first one defers one pair of each token."""
+    done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=2", "--deferred-experts=1", "--json")
+    assert done.returncode == 0, done.stderr
+    exact, late = (json.loads(line)["figures"] for line in done.stdout.splitlines())
+    assert (exact["deferred_experts"], late["deferred_experts"]) == (0, 1)
+    assert (exact["deferred_pairs_per_step"], exact["cpu_deferred_ms"]) == (0, 0)
+    assert late["deferred_pairs_per_step"] == pytest.approx(2, abs=4 / late["steps"])
+    assert 0 < late["cpu_deferred_ms"] < late["step_ms"]
+    table = table_of(done.stdout, render_hybrid)
+    assert "its ms" in table
+    assert "lossy" in table
 
 
 def table_of(lines: str, render: Callable[[Sequence[Result]], Group]) -> str:

@@ -15,7 +15,8 @@ from scheduler_sim import FakeEngine, ask, make_limits
 COUNTED = {
     "jobs": "cpu_experts.jobs", "weight_bytes": "cpu_experts.weight_bytes", "experts": "cpu_experts.needed",
     "foreseen": "cpu_experts.foreseen", "moe_s": "cpu_experts.seconds", "waiting_s": "cpu_experts.waiting_seconds",
-    "gaps": "cpu_experts.gaps", "gap_s": "cpu_experts.gap_seconds", "looks": "residency.looks",
+    "gaps": "cpu_experts.gaps", "gap_s": "cpu_experts.gap_seconds", "deferred": "cpu_experts.deferred",
+    "deferred_s": "cpu_experts.deferred_seconds", "looks": "residency.looks",
     "choices": "residency.choices", "hits": "residency.hits", "hit_bytes": "residency.hit_bytes",
     "missed_bytes": "residency.missed_bytes", "moved_bytes": "residency.moved_bytes",
 }  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from bell_cases import random_job
 from have_gpu import HAVE_GPU
-from proa.native.doorbell import JobSize, block_layout
+from proa.native.doorbell import DECODE_JOB, JobSize, block_layout
 from proa.ops.added import Added
 from proa.ops.bell_block import JOB_NUMBER, STATE_WORDS, Bell, BellBlock, views
 from proa.ops.residency import Located, Residency
@@ -68,18 +68,24 @@ def test_push_and_pull(
     monkeypatch.setattr(bell, "MOST_PROGRAMS", 3)
     size = JobSize(tokens + 2, top_k, hidden)
     block, state = block_of(size)
-    for number, (resident, layer) in enumerate([(0.5, 3), (0.0, -1), (0.9, 2)], 1):
+    for number, (resident, layer) in enumerate(
+        [(0.5, 3), (0.0, -1), (0.9, 2), (0.9, DECODE_JOB), (1.0, DECODE_JOB)], 1
+    ):
         job = random_job(rng, tokens, size, resident)
-        job.ids[0, 0], job.up_address[0, 0] = 1, 0  # one pair at least is the CPU's
+        job.ids[0, 0], job.up_address[0, 0] = 1, int(resident == 1)  # one pair at least is the CPU's, or must ring
         x = torch.empty(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden].copy_(job.x)
         bell.push(x, job.ids.to(dtype), job.weights, job.up_address, layer, block, state)
-        theirs, rows = job.theirs(), (job.theirs() >= 0).any(1)
+        theirs = job.theirs()
+        pairs = (theirs >= 0).sum(1).int()
+        if layer >= DECODE_JOB:
+            pairs = pairs.maximum(((job.ids >= 0) | (job.up_address != 0)).any(1).int())
+        rows = pairs > 0
         assert block.rung.item() == number
         assert block.header.tolist() == [layer, tokens, number]
         assert torch.equal(block.ids[:tokens], theirs)
         assert torch.equal(block.weights[:tokens], job.weights)
         assert torch.equal(block.x[:tokens][rows], job.x[rows])
-        assert torch.equal(state[STATE_WORDS:][:tokens], (theirs >= 0).sum(1).int())
+        assert torch.equal(state[STATE_WORDS:][:tokens], pairs)
         assert state[:STATE_WORDS].tolist() == [number, 1, 0, 0]
         block.y.normal_(generator=rng)
         out = torch.full((tokens, hidden), torch.nan)
@@ -106,7 +112,7 @@ def test_the_fused_choose_kernel_pushes_like_push(
     slots = torch.arange(tokens)
     slots[1:2] = -1
     space, rule = choose.choice_space(device), RouterRule(top_k, ROUTERS["qwen3"])
-    for layer, resident in ((3, 0.5), (4, 0.0), (5, 1.0), (6, 0.8)):
+    for layer, resident in ((3, 0.5), (4, 0.0), (5, 1.0), (6, 0.8), (DECODE_JOB, 0.8), (DECODE_JOB + 1, 1.0)):
         mine = torch.rand(experts, generator=rng) < resident
         up = torch.where(mine, 64, 0)
         numbers = torch.where(mine, -1, torch.arange(experts)).int()
@@ -117,8 +123,8 @@ def test_the_fused_choose_kernel_pushes_like_push(
         choose.choose(x, y, Norm(normal[0], 1e-6), choose.RouterRows(router), slots, rule, residency, space, out)
         bell.push(out.normed, out.at.cpu, out.weights, out.at.up, layer, other, other_state)
         rows = (out.at.cpu >= 0).any(1)
-        rung = bool(rows.any())
-        assert rung == (resident == 0) or 0 < resident < 1, "by chance"
+        rung = bool(rows.any()) or layer >= DECODE_JOB
+        assert rung == (resident == 0 or layer >= DECODE_JOB) or 0 < resident < 1, "by chance"
         if rung:
             same_parts(block, other, rows)
         assert torch.equal(state, other_state)

@@ -68,6 +68,14 @@ def test_the_source_is_named(
     assert records.take(TOKENS) == []
 
 
+def test_the_cpus_sum_may_have_deferred_experts(rng: torch.Generator, device: torch.device) -> None:
+    sums, records = Sums(rng, device), FaultRecords(TOKENS, TOKENS, TOP_K, device, defers=True)
+    sums.spoil("cpu", 3, float("nan"), 5)
+    sums.combine(records.of(7))
+    why = "expert 31 on the CPU or experts that the MoE layer before deferred"
+    assert records.take(TOKENS) == [Fault(3, 7, why)]
+
+
 @pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, of the interpreter
 def test_several_rows_and_sources(rng: torch.Generator, device: torch.device) -> None:
     sums, records = Sums(rng, device), FaultRecords(TOKENS, TOKENS, TOP_K, device)

@@ -23,7 +23,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 11
+#define PROA_ABI_VERSION 12
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // an argument is invalid
@@ -391,7 +391,8 @@ PROA_API int proa_outbox_flush(proa_outbox* outbox);
 
 typedef struct proa_doorbell proa_doorbell;
 
-#define PROA_PROBE_LAYER (-1)  // a job of this layer is answered at once, without work
+#define PROA_PROBE_LAYER (-1)      // a job of this layer is answered at once, without work
+#define PROA_DECODE_JOB (1 << 20)  // added to the layer of a decode step's job, of which pairs may be deferred
 
 // Offsets in the block. A job is written from `header` on (int32 layer, int32 tokens; ids int32, weights float32
 // [tokens][top_k]; x bfloat16 [tokens][hidden]), then its number, the previous one plus 1, is stored with release
@@ -405,6 +406,11 @@ typedef struct proa_doorbell proa_doorbell;
 // - by flags (uint32): it waits until `ready` & 0x80000001, copies the job, writes 1 to `rung`, waits until
 //   `done` & 0x80000001 and writes 0 to `rung`. After a failure both keep their highest bit;
 // - or by calls, in this order: copy the job, proa_doorbell_call_ring, proa_doorbell_call_wait.
+//
+// With `deferred`, of a job with PROA_DECODE_JOB the `deferred` choices of a token with the least weights are computed
+// after the answer, if they are pairs of the job (weights are those of all choices), and their sum is added to y of the
+// next layer's job. All layers of such a step must ring, in order and with the same tokens, even without a pair; the
+// last one defers nothing.
 //
 // At any time the GPU may publish a prediction of the experts that the next job will need, so that idle workers read
 // their weights into their caches: foreseen_ids int32 [rows][top_k], up to PROA_FORESEEN_ROWS rows, each with its
@@ -431,6 +437,7 @@ typedef struct proa_doorbell_options {
     int32_t way;            // PROA_WAY_*
     int32_t read_ahead;     // 1: act on predictions
     int32_t decode_tokens;  // jobs of up to this many tokens use the kernels of PROA_REGIME_DECODE; 0: none
+    int32_t deferred;       // of a token, the most pairs that are deferred; 0: none
 } proa_doorbell_options;
 
 #define PROA_FORESEEN_ROWS 4
@@ -470,12 +477,14 @@ typedef struct proa_doorbell_counters {
     uint64_t jobs;
     uint64_t pairs;         // (token, expert) pairs
     uint64_t weight_bytes;  // weights of the experts in jobs, each expert once per job
-    uint64_t moe_ns;        // from ring to answer
+    uint64_t moe_ns;        // from ring to answer, and for deferred pairs
     uint64_t waiting_ns;    // from an answer (or from arming) to the next ring
     uint64_t experts;       // experts in jobs, each once per job
     uint64_t foreseen;      // of these, predicted
     uint64_t gaps;          // intervals between the jobs of consecutive layers
     uint64_t gap_ns;        // their total
+    uint64_t deferred;      // of the pairs, those computed after the answer
+    uint64_t deferred_ns;   // of moe_ns, for these
 } proa_doorbell_counters;
 PROA_API int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out);
 

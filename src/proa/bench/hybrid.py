@@ -150,7 +150,15 @@ class HybridCase:
 
 
 def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
-    """Load the model, then measure each number of requests and `report` each result. Raises ProaError."""
+    """Load the model, then measure each number of requests and `report` each result. With deferred experts, first
+    without them. Raises ProaError."""
+    gpus, exact = options.engine.gpus, replace(options.engine.gpus, deferred_experts=0)
+    case_of(options)
+    for asked in (exact, gpus) if gpus.deferred_experts else (gpus,):
+        _run(replace(options, engine=replace(options.engine, gpus=asked)), report)
+
+
+def _run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     notes = busy_notes()
     case = case_of(options)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:

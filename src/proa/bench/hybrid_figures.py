@@ -188,12 +188,20 @@ def trace_of(interval: DecodeInterval, trace: Trace) -> Trace:
     return trace[interval.begin.stats.residency.looks : interval.end.stats.residency.looks]
 
 
-def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int, *, read_ahead: bool = False) -> float:
+def roof_tokens_per_s(
+    read: StepBytes, rates: Rates, requests: int, *, read_ahead: bool = False, deferred: int = 0
+) -> float:  # fmt: skip
     """Return the roof in tokens/s for all requests together (see step_seconds). read_ahead: ignored for more than
-    FORESEEN_ROWS requests, for which no experts are predicted."""
-    ahead = read_ahead and requests <= FORESEEN_ROWS
+    FORESEEN_ROWS requests, for which no experts are predicted. deferred: of a token's experts; any number of them may
+    be read while the GPU reads dense weights."""
+    ahead = deferred > 0 or (read_ahead and requests <= FORESEEN_ROWS)
     dense_s, resident_s = read.dense / rates.hbm, read.resident / rates.hbm
     return requests / step_seconds(dense_s, resident_s, read.cpu / rates.ram, read_ahead=ahead)
+
+
+def _answering_s(interval: DecodeInterval) -> float:
+    """Return the seconds per step in which the GPU may wait for CPU jobs: without deferred experts."""
+    return interval.per_step("cpu_experts.seconds") - interval.per_step("cpu_experts.deferred_seconds")
 
 
 def split_ms(interval: DecodeInterval, round_trip_us: float | None) -> dict[str, float]:
@@ -201,7 +209,7 @@ def split_ms(interval: DecodeInterval, round_trip_us: float | None) -> dict[str,
     empty round trip per CPU job, gpu_ms is the rest. cpu_waiting_ms is measured separately: the time in a step without
     a CPU job.
     """
-    cpu = 1e3 * interval.per_step("cpu_experts.seconds")
+    cpu = 1e3 * _answering_s(interval)
     host = 1e3 * interval.per_step("seconds.host")
     transport = 1e-3 * (round_trip_us or 0.0) * interval.per_step("cpu_experts.jobs")
     return {
@@ -217,7 +225,7 @@ def placed_figures(
     interval: DecodeInterval, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates
 ) -> dict[str, float | None]:
     """Compute the figures that depend on where the selected experts were."""
-    roof = roof_tokens_per_s(placed, rates, requests, read_ahead=gpu.read_ahead)
+    roof = roof_tokens_per_s(placed, rates, requests, read_ahead=gpu.read_ahead, deferred=gpu.deferred)
     return {
         "roof_as_placed_tokens_per_s": roof,
         "roof_as_placed_share": interval.tokens_per_s / roof,
@@ -241,12 +249,12 @@ def figures_of(
     interval: DecodeInterval, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates
 ) -> dict[str, float | None]:
     """Compute rates, the roof and bytes per step. Only if the CPU has all experts: fixed_us_per_layer, measured by the
-    CPU from a layer's experts to the next layer's; beside_us_per_layer, the step time without experts, divided by
-    layers (includes head and host)."""
-    roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead)
+    CPU from a layer's experts to the next layer's, unless it computes deferred ones meanwhile; beside_us_per_layer, the
+    step time without experts, divided by layers (includes head and host)."""
+    roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead, deferred=gpu.deferred)
     layers = len(gpu.resident)
     resident = sum(map(len, gpu.resident))
-    beside_s = interval.step_s - interval.per_step("cpu_experts.seconds")
+    beside_s = interval.step_s - _answering_s(interval)
     return {
         "requests": requests,
         "tokens_per_s": interval.tokens_per_s,
@@ -254,7 +262,7 @@ def figures_of(
         "step_ms": 1e3 * interval.step_s,
         "roof_tokens_per_s": roof,
         "roof_share": interval.tokens_per_s / roof,
-        "fixed_us_per_layer": None if resident else fixed_us_per_layer(interval),
+        "fixed_us_per_layer": None if resident or gpu.deferred else fixed_us_per_layer(interval),
         "beside_us_per_layer": None if resident else 1e6 * beside_s / layers,
         "layers": layers,
         "steps": interval.steps,
@@ -264,6 +272,9 @@ def figures_of(
         "cpu_bytes_per_step": interval.per_step("cpu_experts.weight_bytes"),
         "cpu_jobs_per_step": interval.per_step("cpu_experts.jobs"),
         "foreseen_share": foreseen_share(interval),
+        "deferred_experts": gpu.deferred,
+        "deferred_pairs_per_step": interval.per_step("cpu_experts.deferred"),
+        "cpu_deferred_ms": 1e3 * interval.per_step("cpu_experts.deferred_seconds"),
         "hbm_bytes_per_s": rates.hbm,
         "ram_bytes_per_s": rates.ram,
         "pcie_bytes_per_s": rates.pcie,

@@ -40,24 +40,30 @@ _COLUMNS = (
     "GPU",
     "host",
 )
+_DEFERRED_COLUMNS = ("deferred", "its ms")
 _PARTS = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
 _LEGEND = (
     "CPU: time of its expert jobs, measured; transport: an empty round trip per job; host: time outside of the model, "
     "measured; GPU: the rest of a step. GPU work that overlaps with CPU jobs counts as CPU."
 )
 
+_DEFERRED_LEGEND = (
+    " deferred: --deferred-experts, lossy; its ms: time of deferred experts, while the GPU goes on, not part of CPU."
+)
+
 
 def render_hybrid(results: Sequence[Result]) -> Group:
     """Format one row per number of requests, then the bytes read and the bandwidths. `results` must not be empty."""
-    table = numbers_table(_COLUMNS)
+    paired = any(result.figures["deferred_experts"] for result in results)
+    table = numbers_table((*_COLUMNS, *_DEFERRED_COLUMNS) if paired else _COLUMNS)
     for result in results:
-        table.add_row(*_row(result))
+        table.add_row(*_row(result), *(_deferred(result) if paired else ()))
     first = results[0]
     return Group(
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         _facts(results),
-        Text(_LEGEND),
+        Text(_LEGEND + (_DEFERRED_LEGEND if paired else "")),
         *notes_of(results),
         Text(origin(first), style="dim"),
     )
@@ -121,6 +127,10 @@ def _row(result: Result) -> list[str]:
     ]
 
 
+def _deferred(result: Result) -> tuple[str, str]:
+    return number(result.figures["deferred_experts"]), number(result.figures["cpu_deferred_ms"])
+
+
 def _facts(results: Sequence[Result]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     first = results[0].figures
@@ -129,7 +139,8 @@ def _facts(results: Sequence[Result]) -> Table:
         figures = result.figures
         parts = {"dense and KV": "dense", "experts in VRAM": "resident", "experts of the CPU": "cpu"}
         read = ", ".join(f"{text} {format_bytes(figures[f'{n}_bytes_per_step'] or 0)}" for text, n in parts.items())
-        table.add_row(f"read per step (requests: {number(figures['requests'])})", read)
+        late = f", deferred: {number(figures['deferred_experts'])}" if figures["deferred_experts"] else ""
+        table.add_row(f"read per step (requests: {number(figures['requests'])}{late})", read)
     hits = [(r.figures["hit_rate"], r.figures["best_hit_rate"]) for r in results]
     if all(rate is not None for pair in hits for rate in pair):
         shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)

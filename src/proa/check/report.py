@@ -36,6 +36,10 @@ def notes(report: Report) -> Iterator[str]:
         yield f"not checked: {phase}: {', '.join(names)}: {why}"
     for name in report.late:
         yield f"not compared: {name}: the time limit of {report.limit_s:.0f} s"
+    for loss in report.losses:
+        yield str(loss)
+    for name, why in report.unmeasured.items():
+        yield f"not measured: {name}: {why}"
     for skipped in report.skipped:
         yield f"not checked: {skipped.name}: {skipped.why}"
 
@@ -127,6 +131,12 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for path in report.observed
         ],
+        "lossy": [
+            {"option": loss.option, "path": loss.path, "kl_mean_nats": loss.mean_nats, "kl_most_nats": loss.most_nats,
+             "same_best": loss.same_best, "distributions": loss.steps}
+            for loss in report.losses
+        ],
+        "not_measured": report.unmeasured,
         "failed": {failed.name: failed.why for failed in report.failed},
         "not_checked": {skipped.name: skipped.why for skipped in report.skipped},
     }  # fmt: skip

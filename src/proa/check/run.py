@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import enum
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import TypeVar
 
 import torch
 
@@ -19,13 +21,14 @@ from proa.check.adapt import adapt
 from proa.check.apart import OutOfTime, PathFailed, run_apart
 from proa.check.compare import Comparison
 from proa.check.drive import ANSWER_TOKENS, PREFIX_TAIL_TOKENS, Texts, texts
+from proa.check.lossy import Loss, measure
 from proa.check.observe import observe
 from proa.check.paths import ISAS, LIMIT_S, Facts, NoPath, Path, paths
 from proa.check.sample import SAMPLE_BYTES, Sample, sample
 from proa.check.truth import Truth
 from proa.check.verdict import Observed
 from proa.config.options import EngineOptions, MachineOptions
-from proa.errors import ModelError, ProaError
+from proa.errors import ModelError, ProaError, ResourceError, UsageError
 from proa.hub.locate import locate
 from proa.machine.load import Load
 from proa.machine.machine import Machine
@@ -46,6 +49,7 @@ _FLOP = 4e11  # for each CPU: what the reference may take, in about 30 s
 _WIDE, _THREADS = 1024, 16  # hidden size from which on the reference uses several threads; the most
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
 
+T = TypeVar("T")
 Show = Callable[[str, int, int], None]
 
 
@@ -67,6 +71,8 @@ class Answer(enum.Enum):
 class Report:
     """observed: the paths that were compared. skipped: those that cannot be checked here. failed: those that raised.
 
+    losses: of lossy options that were asked for; unmeasured: those that were not, and why. They change no answer.
+
     Left out when the limit was reached: `late` paths, `left` layers of all paths, and the logits unless
     has_logits. A layer of `left` may have been compared in part; what was found there counts."""
 
@@ -77,6 +83,8 @@ class Report:
     observed: list[Observed] = field(default_factory=list)
     skipped: list[NoPath] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    unmeasured: dict[str, str] = field(default_factory=dict)
     limit_s: float = LIMIT_S
     late: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -112,7 +120,8 @@ def check(
     chosen = sample(opened, seed, most_bytes)
     report = Report(model, chosen.layers, chosen.of, seed, limit_s=limit_s)
     spec = chosen.opened.declared.spec
-    asked = _for_check(asked, spec)
+    lossy = _for_check(asked, spec)
+    asked = replace(lossy, gpus=replace(lossy.gpus, deferred_experts=0))
     found = paths(asked, spec, _facts(model, asked, chosen))
     prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
     longest_s = 0.0
@@ -126,6 +135,10 @@ def check(
         else:
             _observe(report, model, path, chosen, prompts, begin + _PATHS_SHARE * limit_s)
             longest_s = max(longest_s, time.perf_counter() - start)
+    if lossy.gpus.deferred_experts:
+        start = time.perf_counter()
+        _measure(report, model, lossy, opened, prompts, limit_s)
+        begin += time.perf_counter() - start
     # Threads wait for each other at every op: on a busy machine this takes longer than most ops do.
     cpus = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, min(cpus // 2, _THREADS)) if spec.hidden >= _WIDE else 1)
@@ -136,8 +149,8 @@ def check(
 
 
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
-    """The options with small steps and contexts, nothing lossy, and no tiers behind the prefix cache: paths ask for
-    their own. Workers are not bound: other engines may run."""
+    """The options with small steps and contexts, no FP8 activations, and no tiers behind the prefix cache: paths ask
+    for their own. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, max_itl="none")
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
@@ -213,6 +226,26 @@ def _run_path(report: Report, path: Path, work: Callable[[], Observed | str], en
         report.skipped.append(NoPath(path.name, found))
     else:
         report.observed.append(found)
+
+
+def _measure(report: Report, model: str, asked: EngineOptions, opened: Opened, prompts: Texts, limit_s: float) -> None:
+    """Measure what the lossy option loses, on all layers: the loss of some says nothing about all."""
+    whole, end_s = sample(opened, report.seed, sys.maxsize), time.perf_counter() + limit_s
+    option, make = f"--deferred-experts {asked.gpus.deferred_experts}", partial(_plan, model, chosen=whole)
+
+    def run(work: Callable[[], T]) -> T:
+        return run_apart(work, end_s - time.perf_counter())
+
+    try:
+        loss = measure(asked, whole, [prompts.first, *prompts.others], report.seed, make, run)
+    except OutOfTime:
+        report.unmeasured[option] = f"the time limit of {limit_s:.0f} s, which it has for itself"
+    except (UsageError, ResourceError) as error:
+        report.unmeasured[option] = error.message
+    except (ProaError, PathFailed) as error:
+        report.failed.append(Failed(option, f"{error}."))
+    else:
+        report.losses.append(loss)
 
 
 def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:

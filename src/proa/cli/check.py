@@ -29,8 +29,9 @@ the cache) computes the same prompts as plain torch in float32 from weights that
 a GPU, --gpu sim:SIZE has the paths of a simulated one. An op that differs by more than rounding
 explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
 0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. Context, KV type, steps
-and requests at once are set by the check, and --fp8-activations is off. docs/check.md explains the table. Stop other
-engines first: they hold memory."""
+and requests at once are set by the check, and --fp8-activations is off. --deferred-experts, which is lossy, is off on
+these paths; the KL divergence of what it computes from the exact path is shown, and changes no answer. docs/check.md
+explains the table. Stop other engines first: they hold memory."""
 
 
 @dataclass(frozen=True)

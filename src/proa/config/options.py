@@ -273,6 +273,15 @@ class GpuOptions:
         "tensor cores with FP8 weights where that is faster; for checkpoints made for it, compute capability 8.9 "
         "or higher",
     )
+    deferred_experts: int = option(
+        0,
+        help="lossy: in decode, of a token's N experts of least weight add those that the CPU computes one MoE layer "
+        "later, so that it computes them while the GPU goes on (--kt-max-deferred-experts-per-token of KTransformers); "
+        "proa check measures the loss",
+        metavar="N",
+        low=0,
+        high=1024,
+    )
     doorbell: str = option(
         "auto",
         help="how the GPU signals the CPU to compute experts; kernel: GPU kernels poll pinned memory; memops: copies "

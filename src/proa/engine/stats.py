@@ -63,10 +63,12 @@ class CpuExpertStats(msgspec.Struct, frozen=True, array_like=True):
     weight_bytes: int = 0  # of the experts needed, each once per job
     needed: int = 0  # experts, each once per job
     foreseen: int = 0  # of these, predicted before the job came
-    seconds: float = 0.0  # from a job's arrival to its answer; part of StepSeconds.program
+    seconds: float = 0.0  # from a job's arrival to its answer, and for deferred pairs; part of StepSeconds.program
     waiting_seconds: float = 0.0  # from an answer to the next job
     gaps: int = 0  # pairs of jobs of consecutive MoE layers
     gap_seconds: float = 0.0  # between the two jobs of these pairs
+    deferred: int = 0  # (token, expert) pairs that were computed after the answer
+    deferred_seconds: float = 0.0  # of `seconds`, for these
 
 
 class ResidencyStats(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +170,7 @@ def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats, PrefillS
     cpu = CpuExpertStats(
         jobs=done.jobs, weight_bytes=done.weight_bytes, needed=done.experts, foreseen=done.foreseen,
         seconds=done.moe_s, waiting_seconds=done.waiting_s, gaps=done.gaps, gap_seconds=done.gap_s,
+        deferred=done.deferred, deferred_seconds=done.deferred_s,
     )  # fmt: skip
     residency = ResidencyStats(
         looks=done.looks, choices=done.choices, hits=done.hits, hit_bytes=done.hit_bytes,

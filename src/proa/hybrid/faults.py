@@ -22,9 +22,12 @@ class Fault:
 
 class FaultRecords:
     """Records for steps of up to `rows` rows with `top_k` experts each, and a second set for a step in parts of up to
-    `rows_in_parts` rows, since other steps run between its parts."""
+    `rows_in_parts` rows, since other steps run between its parts. defers: decode steps defer experts."""
 
-    def __init__(self, rows: int, rows_in_parts: int, top_k: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, rows_in_parts: int, top_k: int, device: torch.device, *, defers: bool = False
+    ) -> None:  # fmt: skip
+        self._defers = defers
         self._of_steps = torch.zeros(rows, IDS + top_k, dtype=torch.int32, device=device)
         self._of_parts = torch.zeros(rows_in_parts, IDS + top_k, dtype=torch.int32, device=device)
         self._notes = Notes(self._of_steps)
@@ -50,20 +53,22 @@ class FaultRecords:
         if not found:
             return []
         faults = [
-            Fault(row, record[LAYER] - 1, _source(record))
+            Fault(row, record[LAYER] - 1, _source(record, self._defers))
             for row, record in zip(found, records[found].tolist(), strict=True)
         ]
         self._notes.records.zero_()
         return faults
 
 
-def _source(record: list[int]) -> str:
+def _source(record: list[int], defers: bool) -> str:
+    """defers: the CPU's sum may have experts of the MoE layer before."""
     sources, own, ids = record[SOURCES], record[OWN], record[IDS:]
     if sources & INPUT:
         return "the input of its experts"
     on_cpu = [e for k, e in enumerate(ids) if e >= 0 and not own >> k & 1]
     parts = [_experts([e for k, e in enumerate(ids) if sources >> k & 1], "on the GPU")]
-    parts.append(_experts(on_cpu, "on the CPU") if sources & CPU else "")
+    of_cpu = [_experts(on_cpu, "on the CPU"), "experts that the MoE layer before deferred" if defers else ""]
+    parts.append(" or ".join(filter(None, of_cpu)) if sources & CPU else "")
     parts.append("the shared expert" if sources & SHARED else "")
     return " and ".join(filter(None, parts)) or f"the sum of {_experts([e for e in ids if e >= 0], 'together')}"
 

@@ -5,7 +5,7 @@ assembling the parts, and their order around each step. Never: decisions, kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers
 from proa.hybrid.counting import Counting
+from proa.hybrid.deferral import Deferral
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
@@ -44,7 +45,7 @@ class Placement:
     the device. inclusive: RAM holds a copy of all experts.
 
     spare: how many experts of each size may move at once; 0: placement is static. counted: count choices even then.
-    trace: a file for the counts of each look (trace.py).
+    trace: a file for the counts of each look (trace.py). defers: the transport's doorbell defers pairs of decode steps.
     """
 
     owners: Mapping[int, tuple[int, ...]]
@@ -53,6 +54,7 @@ class Placement:
     counted: bool = False
     trace: Path | None = None
     rank: int = 0
+    defers: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class HybridModel:
 
     def __init__(self, placement: Placement, device: torch.device, ram: Memory, staging: Staging) -> None:
         self._placement, self._device, self._ram, self._staging = placement, device, ram, staging
+        self._deferral = Deferral() if placement.defers else None
         self._made: dict[int, HybridExperts] = {}  # by the block's number
         self.transport: Transport | None = None
         self.moves: Moves | None = None
@@ -132,13 +135,14 @@ class HybridModel:
         self.tables = Tables(memories, self._device, counted=counted, in_place=self.co_fetch is not None)
         if self.co_fetch is not None:
             self.tables.share(self.co_fetch.shares)
-        self._faults = FaultRecords(most_tokens, max(most_tokens, pass_tokens), top_k, self._device)
+        defers, most_in_parts = self._placement.defers, max(most_tokens, pass_tokens)
+        self._faults = FaultRecords(most_tokens, most_in_parts, top_k, self._device, defers=defers)
         called = 0  # layers of the doorbell so far
         for number, (layer, residency) in enumerate(zip(layers, self.tables.residency, strict=True)):
             transport = self.transport if layer.memory.cpu_computes else None
             bell = None if transport is None else transport.bell(called)
             device = parts.experts(layer.memory, replace(residency, bell=bell), self._faults.of(number))
-            layer.bind(device, transport, called)
+            layer.bind(device, transport, called, self._deferral)
             called += transport is not None
         if parts.prompts is not None:
             self._bind_passes(parts, parts.prompts, top_k)
@@ -256,6 +260,10 @@ class HybridModel:
     def faults(self, rows: int) -> list[Fault]:
         """Return non-finite rows among the first `rows` of the steps since the last call, and where each began."""
         return [] if self._faults is None else self._faults.take(rows)
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """Context in which launches are those of whole decode steps, of which pairs may be deferred."""
+        return nullcontext() if self._deferral is None else self._deferral.decoding()
 
     @contextmanager
     def in_parts(self, first_row: int = 0) -> Iterator[None]:

@@ -5,11 +5,13 @@ meanwhile, and both are summed in float32. Never: placement, kernels, synchronis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from proa.hybrid.deferral import Deferral
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
 from proa.ops.added import Added
@@ -104,10 +106,15 @@ class HybridExperts:
         self._in_pass: DeviceExperts | None = None
         self._in_groups: Sequence[DeviceExperts] = ()
         self._streamed: Streamed = NOT_STREAMED
+        self._deferral = Deferral()
 
-    def bind(self, device: DeviceExperts, transport: Transport | None, layer: int) -> None:
-        """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell."""
+    def bind(
+        self, device: DeviceExperts, transport: Transport | None, layer: int, deferral: Deferral | None = None
+    ) -> None:
+        """transport: None if the CPU computes no expert of this layer; layer: its number in the doorbell; deferral: the
+        model's, None if nothing is deferred."""
         self._device, self._transport, self.layer = device, transport, layer
+        self._deferral = deferral or Deferral()
 
     def stream(self, device: DeviceExperts, groups: Sequence[DeviceExperts], streamed: Streamed) -> None:
         """Take part in passes. device: the device's part of the layer in them, if the ring holds all its streamed
@@ -117,7 +124,12 @@ class HybridExperts:
     @property
     def residency(self) -> Residency | None:
         """None in groups, whose pairs are located group by group, not where experts are chosen."""
-        return None if self._grouped else self._bound.residency
+        if self._grouped:
+            return None
+        found = self._bound.residency
+        if self._deferral.active and found.bell is not None:
+            return replace(found, bell=replace(found.bell, layer=self._deferral.job(self.layer)))
+        return found
 
     @property
     def _grouped(self) -> bool:
@@ -137,7 +149,7 @@ class HybridExperts:
             return InGroups(groups, self._streamed, self._transport, self.layer, x, chosen)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if self._transport is not None and not at.handed_over:
-            self._transport.push(x, at.cpu, weights, at.up, self.layer)
+            self._transport.push(x, at.cpu, weights, at.up, self._deferral.job(self.layer))
         streamed = self._streamed if self._streamed.active else NOT_STREAMED
         streamed.join()
         started = device.start(x, at, weights)

@@ -6,7 +6,8 @@ In each MoE layer the GPU pushes: it writes layer, tokens, ids, weights and rows
 into `rung`. A CPU thread that polls `rung` (csrc/src/doorbell.cc) runs the experts, writes y, then the same number
 into `answered`. The GPU pulls: it polls `answered`, then copies y. One block is enough for a lane, since the next
 push comes after the pull. If the CPU has no pair, push does not ring and pull does not wait: both read that from one
-word in the GPU's memory. The number lives there too and push adds one to it, so that a replayed graph goes on counting.
+word in the GPU's memory. With expert deferral every layer of a decode step rings (DECODE_JOB), since its answer has
+what was deferred to it. The number lives there too and push adds one to it, so that a replayed graph goes on counting.
 
 Why a job is whole when its number is seen (kernels: ops/triton/bell.py; for a few rows the kernel that chooses experts
 pushes, choose.py, and the one that adds them up pulls, expert_sum.py, by the same functions in the same order):
@@ -68,7 +69,7 @@ from proa.native.doorbell import (
 )
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import Bell, BellBlock, check_pull, check_push, copied, views
+from proa.ops.bell_block import Bell, BellBlock, awaited, check_pull, check_push, copied, views
 from proa.ops.device_reference import foresee, write_job
 from proa.ops.table import NextRouter
 
@@ -83,7 +84,8 @@ class Transport(Protocol):
         """Let the CPU's threads sleep. The step must have ended, not only been launched."""
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
-        """Hand over the (token, expert) pairs of `layer` that the CPU computes: id >= 0 and up_address 0.
+        """Hand over the (token, expert) pairs of `layer` that the CPU computes: id >= 0 and up_address 0. layer:
+        with DECODE_JOB added in a decode step of which pairs may be deferred; then every layer must be pushed.
 
         x bfloat16 [T, hidden]; ids int32 or int64, weights float32, up_address int64 [T, k]. Raises ValueError.
         """
@@ -93,7 +95,8 @@ class Transport(Protocol):
         expert's number in RAM. Call it between push and pull of the former MoE layer, with x as in Experts.foresee."""
 
     def pull(self, out: Tensor) -> None:
-        """Write the CPU's sum of the last push to out, float32 [T, hidden]; zeros for rows without a pair there."""
+        """Write the CPU's sum of the last push to out, float32 [T, hidden], with what was deferred to it; zeros for
+        rows without a pair there."""
 
     def bell(self, layer: int) -> Bell | None:
         """The layer's doorbell, for kernels that push or pull besides their main work; None: call push and pull."""
@@ -139,8 +142,8 @@ class HostTransport:
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         check_push(x, ids, weights, up_address, self._block)
-        on_cpu = (ids >= 0) & (up_address == 0)
-        rows = on_cpu.any(1)
+        on_cpu, counts = awaited(ids, up_address, layer)
+        rows = counts > 0
         self._rows = rows if bool(rows.any()) else None
         if self._rows is not None:
             self._number = (self._number + 1) % (1 << 32)

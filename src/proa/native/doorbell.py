@@ -18,6 +18,7 @@ from proa.native.weights import Experts
 
 FORESEEN_ROWS = 4  # most rows of a prediction (experts that the next job will probably need)
 PROBE_LAYER = -1  # a job of this layer is answered at once, without work
+DECODE_JOB = 1 << 20  # added to the layer of a decode step's job, of which pairs may be deferred
 
 
 class Way(enum.IntEnum):
@@ -78,6 +79,7 @@ class Service:
     cpus: tuple[int, ...] = ()  # its affinity, preferably CPUs without workers; empty: any
     read_ahead: bool = False  # idle workers read predicted experts into their caches
     decode_tokens: int = 0  # jobs of up to this many tokens count as decode and use its fixed kernels; 0: none
+    deferred: int = 0  # of a token's choices in a DECODE_JOB, the most that are computed after the answer (lossy)
 
 
 ANY_SERVICE = Service()
@@ -88,11 +90,14 @@ class _Options(ctypes.Structure):
         ("layers", POINTER(c_void_p)), ("layer_count", c_int64), ("memory", c_void_p), ("memory_bytes", c_int64),
         ("most_tokens", c_int64), ("top_k", c_int64), ("hidden", c_int64),
         ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32), ("way", c_int32),
-        ("read_ahead", c_int32), ("decode_tokens", c_int32),
+        ("read_ahead", c_int32), ("decode_tokens", c_int32), ("deferred", c_int32),
     ]  # fmt: skip
 
 
-_COUNTED = ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen", "gaps", "gap_ns")
+_COUNTED = (
+    "jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen", "gaps", "gap_ns", "deferred",
+    "deferred_ns",
+)  # fmt: skip
 
 
 class _Counters(ctypes.Structure):
@@ -135,12 +140,14 @@ class Counters:
     jobs: int
     pairs: int  # (token, expert) pairs
     weight_bytes: int  # weights of the experts in jobs, each expert once per job
-    moe_s: float  # from ring to answer
+    moe_s: float  # from ring to answer, and for deferred pairs
     waiting_s: float  # from an answer (or from arming) to the next ring
     experts: int = 0  # experts in jobs, each once per job
     foreseen: int = 0  # of these, predicted
     gaps: int = 0  # intervals between the jobs of consecutive layers
     gap_s: float = 0.0  # their total
+    deferred: int = 0  # of the pairs, those computed after the answer
+    deferred_s: float = 0.0  # of moe_s, for these
     looks: int = 0
     choices: int = 0  # (token, expert) pairs chosen, on any device
     hits: int = 0  # of these, experts resident on the GPU
@@ -203,7 +210,7 @@ class Doorbell:
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
             memory.address, memory.nbytes, size.most_tokens, size.top_k, size.hidden,
             (c_int32 * len(service.cpus))(*service.cpus), len(service.cpus), service.lane, service.spin_us,
-            way, service.read_ahead, service.decode_tokens,
+            way, service.read_ahead, service.decode_tokens, service.deferred,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         keep = pool, tuple(layers), memory
@@ -264,6 +271,8 @@ class Doorbell:
             found.foreseen,
             found.gaps,
             found.gap_ns * 1e-9,
+            found.deferred,
+            found.deferred_ns * 1e-9,
         )
 
     def close(self) -> None:

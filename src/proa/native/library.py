@@ -25,7 +25,7 @@ from proa.errors import NOT_FINITE, NativeError, NumericsError, ResourceError
 # Function -> the ctypes types of its parameters. All return an error code; see csrc/include/proa/native.h.
 Signatures = Mapping[str, tuple[Any, ...]]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 PATH = Path(__file__).with_name("libproa_native.so")
 
 REBUILD = "In a checkout run `make native`; else reinstall Proa: pip install --force-reinstall --no-deps proa."

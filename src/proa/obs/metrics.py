@@ -80,6 +80,12 @@ SAMPLED: dict[str, Declared] = {
     "cpu_experts.gap_seconds": Declared(
         "proa_cpu_gap_seconds", "counter", "Seconds between the two jobs of these pairs: GPU work and transport"
     ),
+    "cpu_experts.deferred": Declared(
+        "proa_cpu_deferred", "counter", "(token, expert) pairs of the CPU that were added one MoE layer later"
+    ),
+    "cpu_experts.deferred_seconds": Declared(
+        "proa_cpu_deferred_seconds", "counter", "Seconds of CPU expert jobs spent on these pairs, after the answer"
+    ),
     "residency.looks": Declared("proa_expert_looks", "counter", "Times that expert selections were counted"),
     "residency.choices": Declared("proa_expert_choices", "counter", "Counted (token, expert) pairs"),
     "residency.hits": Declared("proa_expert_hits", "counter", "Counted (token, expert) pairs whose expert was in VRAM"),

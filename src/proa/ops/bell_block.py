@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from proa.native.doorbell import FORESEEN_ROWS, BlockLayout, JobSize, block_layout
+from proa.native.doorbell import DECODE_JOB, FORESEEN_ROWS, BlockLayout, JobSize, block_layout
 
 # Words of `state`, int32 in the GPU's memory: number of the last job; 1 if this layer has a pending job; programs that
-# have arrived and the rows they counted. Then, for each row of the step, the number of its pairs that go to the CPU.
+# have arrived and the rows they counted. Then, for each row of the step, the number of its pairs that go to the CPU; in
+# a DECODE_JOB at least 1.
 JOB_NUMBER, PENDING, ARRIVED, STATE_WORDS = 0, 1, 2, 4
 
 
@@ -76,6 +77,16 @@ def copied(memory: Tensor, size: JobSize, tokens: int) -> Copied:
     end = layout.x + tokens * size.hidden * torch.bfloat16.itemsize
     layout.y = block_layout(size).y
     return Copied(views(memory, layout, mine), memory[layout.header : end])
+
+
+def awaited(ids: Tensor, up_address: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """The CPU's pairs, bool [T, k], and how many each row waits for, [T]. In a DECODE_JOB every row with experts waits
+    for one at least: what the layer before deferred comes with this layer's answer."""
+    on_cpu = (ids >= 0) & (up_address == 0)
+    counts = on_cpu.sum(1)
+    if layer >= DECODE_JOB:
+        counts = counts.maximum(((ids >= 0) | (up_address != 0)).any(1).long())
+    return on_cpu, counts
 
 
 def check_push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, block: BellBlock) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.added import Added
-from proa.ops.bell_block import PENDING, STATE_WORDS, Bell, BellBlock, check_pull, check_push
+from proa.ops.bell_block import PENDING, STATE_WORDS, Bell, BellBlock, awaited, check_pull, check_push
 from proa.ops.device_table import DeviceOps, NewExpertSpace, PackedExperts
 from proa.ops.draws import BEST, CUT, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
@@ -121,9 +121,9 @@ def push(
     x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: BellBlock, state: Tensor
 ) -> None:  # fmt: skip
     check_push(x, ids, weights, up_address, block)
-    on_cpu = (ids >= 0) & (up_address == 0)
-    state[STATE_WORDS : STATE_WORDS + len(x)] = on_cpu.sum(1)
-    state[PENDING] = on_cpu.any().int()
+    on_cpu, counts = awaited(ids, up_address, layer)
+    state[STATE_WORDS : STATE_WORDS + len(x)] = counts
+    state[PENDING] = counts.any().int()
     if bool(state[PENDING]):
         number = (int(state[0]) + 1) % (1 << 32)
         write_job(block, x, ids, weights, on_cpu, layer, number)

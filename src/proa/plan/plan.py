@@ -105,6 +105,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works
     read_ahead: bool = False  # idle workers prefetch the next layer's probable experts, if kernels ring
     fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy
+    deferred: int = 0  # of a decoded token's experts, the most that the CPU adds one MoE layer later; lossy
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
     save_counts: str | None = None  # file for expert counts; None: not asked for
     trace: str | None = None  # file for the counts of each look (hybrid/trace.py); for benchmarks
@@ -146,7 +147,7 @@ class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes_per_token: int  # resident experts, for uniform routing, read while the CPU reads its own
     bandwidth_bytes_per_s: float
     source: str  # source of the bandwidth
-    read_ahead: bool = False  # the CPU reads its experts also while dense weights are read
+    read_ahead: bool = False  # the CPU reads its experts also while dense weights are read, predicted or deferred ones
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):

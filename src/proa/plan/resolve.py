@@ -20,6 +20,7 @@ from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_rate
 from proa.plan import deterministic
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
+from proa.plan.deferral import deferral_rows
 from proa.plan.deterministic import cell_tokens, fixed_options
 from proa.plan.device import choose
 from proa.plan.expert_counts import Counts
@@ -195,7 +196,8 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
-    rows = (row, *got.decisions, *rounded)
+    deferred = deferral_rows(case.options.gpus.deferred_experts, case.model, got.gpu, case.spec)
+    rows = (row, *got.decisions, *rounded, *deferred)
     return _Placed(got.gpu, batch_tokens, tier.memory, got.need, got.fitted, roof, rows, tier.row, got.pass_tokens)
 
 
@@ -228,6 +230,7 @@ def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, b
         raise UsageError(
             f"The native kernels cannot compute {case.model}: {why}.", "Use --dtype float32: plain torch, slower."
         )
+    deferral_rows(case.options.gpus.deferred_experts, case.model, None, case.spec, why_no_gpu)  # refused
     case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(

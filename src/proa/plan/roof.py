@@ -47,7 +47,7 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_b
         expert_bytes_per_token=round(in_vram),
         bandwidth_bytes_per_s=rate,
         source=source,
-        read_ahead=plan.read_ahead,
+        read_ahead=plan.read_ahead or plan.deferred > 0,
     )
     return Roof(bytes_per_token=round(in_ram), bandwidth_bytes_per_s=bandwidth, vram=((vram,),))
 

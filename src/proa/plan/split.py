@@ -161,6 +161,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         prefill=asked.prefill,
         doorbell=asked.doorbell,
         fp8_activations=asked.fp8_activations,
+        deferred=asked.deferred_experts,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         read_ahead=asked.read_ahead == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,

@@ -212,7 +212,7 @@ class GpuBuild:
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(
             spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus, read_ahead=self._gpu.read_ahead,
-            decode_tokens=decode_tokens(self._plan),
+            decode_tokens=decode_tokens(self._plan), deferred=self._gpu.deferred,
         )  # fmt: skip
         taken = take(
             self._gpu.doorbell,

@@ -60,7 +60,8 @@ def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
 def placement_of(gpu: GpuPlan) -> Placement:
     trace = None if gpu.trace is None else Path(gpu.trace)
     owners = dict(zip(gpu.blocks, gpu.owners, strict=True))
-    return Placement(owners, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace, gpu.rank)
+    counted = gpu.save_counts is not None
+    return Placement(owners, gpu.inclusive, gpu.spare, counted, trace, gpu.rank, defers=gpu.deferred > 0)
 
 
 def first_shared(hybrid: HybridModel) -> LayerMemory:

@@ -110,8 +110,9 @@ class SimBuild:
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(
-            spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead, decode_tokens=decode_tokens(self._plan)
-        )
+            spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead, decode_tokens=decode_tokens(self._plan),
+            deferred=self._gpu.deferred,
+        )  # fmt: skip
         taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
         self._round_trip_us = taken.round_trip_us
         self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)

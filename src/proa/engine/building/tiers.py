@@ -60,7 +60,12 @@ def tiers_root(plan: Plan, checkpoint: Checkpoint, states: list[list[object]]) -
     parts: dict[str, Any] = {
         "versions": [proa_version(), LAYOUT],
         "model": fingerprint(checkpoint),
-        "types": [plan.dtype, plan.kv_dtype, gpu is not None and gpu.fp8_activations],
+        "types": [
+            plan.dtype,
+            plan.kv_dtype,
+            gpu is not None and gpu.fp8_activations,
+            0 if gpu is None else gpu.deferred,
+        ],
         "states": states,
         "run": [plan.page_tokens, run_pages(plan.page_tokens)],
         "random": [plan.dummy_seed, plan.dummy_router, plan.dummy_format] if plan.load_format == "dummy" else [],

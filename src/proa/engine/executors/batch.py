@@ -60,6 +60,12 @@ class StepBatch(msgspec.Struct, frozen=True):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
 
     @property
+    def rows_each(self) -> int:
+        """Rows per sequence if each has the token that was generated last, with equally many drafts; else 0."""
+        rows = 1 + self.spans[0].num_drafts if self.spans else 0
+        return rows if all(len(s.tokens) == rows == 1 + s.num_drafts for s in self.spans) else 0
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(span.tokens) for span in self.spans)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,7 +79,8 @@ class EagerExecutor:
         tokens, inputs = self._inputs(spans)
         self.clock.lap(Stage.INPUTS)
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
-        with self._listening():
+        decodes = batch.rows_each and not any(span.in_prompt for span in batch.spans)
+        with self._listening(), self._session.decoding() if decodes else nullcontext():
             step.hidden = self._model(tokens, inputs, step.kept)
         if batch.copies_after:
             copy_states(self.caches, batch.copies_after)

@@ -151,11 +151,9 @@ class GraphExecutor:
 
     def _rows_each(self, batch: StepBatch) -> int:
         """Rows per sequence if the step is decode, which runs as a graph; else 0."""
-        first = batch.spans[0]
         if self._deterministic:
-            return 0 if first.in_prompt else 1
-        rows = 1 + first.num_drafts
-        return rows if all(len(s.tokens) == rows == 1 + s.num_drafts for s in batch.spans) else 0
+            return 0 if batch.spans[0].in_prompt else 1
+        return batch.rows_each
 
     def _decode(self, step: GraphStep, rows_each: int) -> None:
         bucket = self._buckets[bisect_left(self._buckets, len(step.batch.spans))]
@@ -276,7 +274,8 @@ class GraphExecutor:
         inputs = self._on.decode_inputs(bucket, rows_each)
         inputs.fill((), self._limits.page_tokens)
         inputs.copy()
-        replay = self._graph(lambda: self._on.run(inputs, bucket * rows_each))
+        with self._session.decoding():
+            replay = self._graph(lambda: self._on.run(inputs, bucket * rows_each))
         self._graphs[bucket, rows_each] = _Captured(inputs, replay)
         return self._graphs[bucket, rows_each]
 

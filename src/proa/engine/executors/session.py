@@ -32,6 +32,9 @@ class Session(Protocol):
         """Context in which launches and `faults` are those of a step in parts, with other steps between its parts.
         Launches are of its rows from first_row on."""
 
+    def decoding(self) -> AbstractContextManager[None]:
+        """Context in which launches, or launches that are captured, are those of whole decode steps."""
+
     @property
     def has_experts(self) -> bool:
         """Whether some of the model's experts lie in RAM."""
@@ -72,6 +75,9 @@ class NoSession:
         return ()
 
     def in_parts(self, first_row: int = 0) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def decoding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin_pass(self, tokens: int, chunks: int) -> float:

@@ -85,6 +85,9 @@ class WatchedSession:
         step.streamed = streamed if self._session.has_experts else None
         return self._session.in_parts
 
+    def decoding(self) -> AbstractContextManager[None]:
+        return self._session.decoding()
+
     def pause_pass(self) -> None:
         self._session.pause_pass()
 

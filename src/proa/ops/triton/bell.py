@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.native import doorbell
 from proa.ops import bell_block
 from proa.ops.bell_block import BellBlock, check_pull, check_push
 from proa.ops.triton.variant import Variant
 
 _WORDS = (bell_block.JOB_NUMBER, bell_block.PENDING, bell_block.ARRIVED, bell_block.STATE_WORDS)
 JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(word) for word in _WORDS)
+DECODE_JOB = tl.constexpr(doorbell.DECODE_JOB)
 _PROGRAM = tl.constexpr(1 << 24)  # one arrived program in ARRIVED; the lower bits count rows
 MOST_PROGRAMS = 64
 TILE_ROWS, TILE_VALUES = 8, 16384  # per program of push, if there are several rows
@@ -83,7 +85,7 @@ def _await(answer, number):
 
 @triton.jit
 def _push_rows(
-    x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
+    x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, layer, first, tokens,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +101,8 @@ def _push_rows(
     weight = tl.load(weights + pair, is_pair, 0.0)
     theirs = (chosen >= 0) & (up == 0)
     pairs = tl.sum(theirs.to(tl.int32), 1)
+    chosen_any = tl.max(((chosen >= 0) | (up != 0)).to(tl.int32), 1)  # 0: a padding row
+    pairs = tl.where(layer >= DECODE_JOB, tl.maximum(pairs, chosen_any), pairs)
     # With several programs, ids of -1 must be written even for rows without a CPU pair: another program may ring.
     written = is_pair & (tl.sum(pairs, 0) > 0) if ALONE else is_pair
     tl.store(to_ids + pair, tl.where(theirs, chosen, -1), written)
@@ -121,14 +125,14 @@ def _push(
     """ALONE: there is one program, and one round."""
     number = tl.load(state + JOB_NUMBER) + 1
     rows = _push_rows(
-        x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, tl.program_id(0) * TILE, tokens,
+        x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, layer, tl.program_id(0) * TILE, tokens,
         HIDDEN, TOP_K, CHOICES, TILE, BLOCK, ALONE,
     )  # fmt: skip
     if not ALONE:
         for i in range(1, rounds):
             first = (i * tl.num_programs(0) + tl.program_id(0)) * TILE
             rows += _push_rows(
-                x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
+                x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, layer, first, tokens,
                 HIDDEN, TOP_K, CHOICES, TILE, BLOCK, False,
             )  # fmt: skip
     arrive(header, rung, state, layer, tokens, number, rows, tl.num_programs(0), ALONE)
@@ -195,7 +199,7 @@ def push(
     x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: BellBlock, state: Tensor
 ) -> None:
     """Hand `layer`'s pairs that the CPU computes, and the rows that have one, to the CPU and ring; with no such pair,
-    do nothing.
+    do nothing. In a DECODE_JOB, rows without such a pair are handed over too; see awaited of ops/bell_block.py.
 
     x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: the CPU
     computes a pair with id >= 0 and address 0. state int32 [STATE_WORDS + most tokens], initially zeros. Raises

@@ -19,7 +19,7 @@ from torch import Tensor
 from proa.ops.residency import Located, Residency
 from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.bell import JOB_NUMBER, PAIRS, arrive
+from proa.ops.triton.bell import DECODE_JOB, JOB_NUMBER, PAIRS, arrive
 from proa.ops.triton.locate import places
 from proa.ops.triton.route import (
     MOST_EXPERTS,
@@ -101,6 +101,7 @@ def _choose(
             if rung is not None:
                 theirs = counted & (number >= 0)
                 pairs = tl.sum(theirs.to(tl.int32), 0)
+                pairs = tl.where((layer >= DECODE_JOB) & real, tl.maximum(pairs, 1), pairs)
                 tl.store(to_ids + at, tl.where(theirs, number, -1), counted)
                 tl.store(to_weights + at, values, counted)
                 tl.store(state + PAIRS + row, pairs)
