@@ -39,7 +39,8 @@ def poison(folder: Path, layer: int, expert: int) -> None:
 
 @asynccontextmanager
 async def launched(folder: Path, gpu: str, **options: Any) -> AsyncIterator[AsyncLLM]:
-    asked = {"dtype": "bfloat16", "gpu": gpu, "gpu_experts": str(RESIDENT), "context": 256, **options}
+    asked = {"dtype": "bfloat16", "gpu": gpu, "gpu_experts": str(RESIDENT), "context": 256}
+    asked |= {"plan_trial": "off", **options}  # what is computed does not depend on earlier starts
     llm = await AsyncLLM.launch(folder, from_keywords(EngineOptions, **asked))
     try:
         await llm.engine.wait_ready()

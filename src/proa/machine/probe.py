@@ -43,7 +43,7 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     if not cores:
         notes.append("no core topology: every logical CPU counts as a core")
     return Machine(
-        cpu=cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown",
+        cpu=_name(cpuinfo),
         isa=_isa(cpuinfo),
         online_cpus=len(online),
         usable_cpus=cpus,
@@ -63,6 +63,15 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
         torch_cuda=torch_cuda(),
         notes=tuple(notes),
     )
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """The processor's name, as in Machine."""
+    return _name(parse_key_values(read_text(root / "proc/cpuinfo") or ""))
+
+
+def _name(cpuinfo: dict[str, str]) -> str:
+    return cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown"
 
 
 def _isa(cpuinfo: dict[str, str]) -> tuple[str, ...]:
