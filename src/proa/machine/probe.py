@@ -8,7 +8,15 @@ from proa.config.env import cuda_environ
 from proa.errors import ResourceError
 from proa.machine.cgroup import CgroupLimits, cgroup_limits
 from proa.machine.claims import claimed_cpus
-from proa.machine.files import parse_cache_size, parse_cpu_list, parse_key_values, parse_kib, read_int, read_text
+from proa.machine.files import (
+    cpu_name,
+    parse_cache_size,
+    parse_cpu_list,
+    parse_key_values,
+    parse_kib,
+    read_int,
+    read_text,
+)
 from proa.machine.gpus import Nvml, find_gpus, torch_cuda
 from proa.machine.machine import Machine, NumaNode
 
@@ -43,7 +51,7 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     if not cores:
         notes.append("no core topology: every logical CPU counts as a core")
     return Machine(
-        cpu=_name(cpuinfo),
+        cpu=cpu_name(cpuinfo),
         isa=_isa(cpuinfo),
         online_cpus=len(online),
         usable_cpus=cpus,
@@ -63,15 +71,6 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
         torch_cuda=torch_cuda(),
         notes=tuple(notes),
     )
-
-
-def cpu_name(root: Path = Path("/")) -> str:
-    """The processor's name, as in Machine."""
-    return _name(parse_key_values(read_text(root / "proc/cpuinfo") or ""))
-
-
-def _name(cpuinfo: dict[str, str]) -> str:
-    return cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown"
 
 
 def _isa(cpuinfo: dict[str, str]) -> tuple[str, ...]:

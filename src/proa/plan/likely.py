@@ -12,8 +12,8 @@ from itertools import product
 from proa.hybrid.choices import Choices
 from proa.machine.cost.co_fetch import InPlaceRates
 from proa.plan.attained import RAM_SHARE, VRAM_SHARE
+from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
 from proa.plan.plan import GpuPlan, Plan, step_seconds
-from proa.plan.predict import CROSSING_S, GPU_LAYER_S, HOST_S
 
 ERROR = 0.25  # of predictions: most are within it, the exceptions are listed in docs/planning.md
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from proa.hybrid.choices import Choices
-from proa.machine.probe import cpu_name
+from proa.machine.files import cpu_name, parse_key_values, read_text
 from proa.models.spec import Model
 from proa.obs.version import proa_version
 from proa.plan.plan import Plan
@@ -47,7 +47,8 @@ def key_of(plan: Plan, spec: Model, formats: Collection[str]) -> str:
     if gpu is None or workers is None:
         raise ValueError("only a plan with a GPU and CPU workers has a trial")
     model = (spec, sorted(formats), plan.dtype, plan.kv_dtype)
-    machine = (cpu_name(), gpu.name, gpu.capability, plan.isa, workers.trials[0], workers.interleave)
+    cpu = cpu_name(parse_key_values(read_text(Path("/proc/cpuinfo")) or ""))
+    machine = (cpu, gpu.name, gpu.capability, plan.isa, workers.trials[0], workers.interleave)
     asked = (gpu.co_fetch, gpu.read_ahead, gpu.doorbell, plan.max_running, plan.deterministic)
     text = repr((FORMAT, proa_version(), model, machine, asked))
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
