@@ -41,7 +41,8 @@ def poison(folder: Path, layer: int, expert: int) -> None:
 async def launched(folder: Path, gpu: str, **options: Any) -> AsyncIterator[AsyncLLM]:
     """gpu: as --gpu; none: everything on the CPU."""
     split = {} if gpu == "none" else {"gpu_experts": str(RESIDENT)}
-    asked = {"dtype": "bfloat16", "gpu": gpu, "context": 256, **split, **options}
+    asked = {"dtype": "bfloat16", "gpu": gpu, "context": 256, **split}
+    asked |= {"plan_trial": "off", **options}  # what is computed does not depend on earlier starts
     llm = await AsyncLLM.launch(folder, from_keywords(EngineOptions, **asked))
     try:
         await llm.engine.wait_ready()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.executors.session import Session
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.ops.caches import Caches
@@ -99,10 +100,17 @@ def _live(step: Step) -> tuple[int, Step]:
 
 
 def host_executor(
-    decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = ()
-) -> GraphExecutor:
+    decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = (),
+    session: Session | None = None,
+) -> GraphExecutor:  # fmt: skip
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
     queue = HostQueue()
     return GraphExecutor(
-        cast(Decoder, OnHost(decoder)), caches, limits, queue, device_ops(queue.device), kept_blocks=kept_blocks
+        cast(Decoder, OnHost(decoder)),
+        caches,
+        limits,
+        queue,
+        device_ops(queue.device),
+        session,
+        kept_blocks=kept_blocks,
     )

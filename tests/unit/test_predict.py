@@ -21,6 +21,7 @@ from proa.machine.machine_file import Kernels
 from proa.machine.rates import GpuRate, Rates
 from proa.models.spec import Mlp, Moe
 from proa.plan.attained import CPU_SHARES, RAM_SHARE
+from proa.plan.fixed_costs import GPU_LAYER_S, HOST_S
 from proa.plan.headers import open_headers
 from proa.plan.nodes import node_shares
 from proa.plan.plan import Plan
@@ -28,8 +29,6 @@ from proa.plan.predict import (
     CPU,
     FIXED,
     GPU,
-    GPU_LAYER_S,
-    HOST_S,
     PCIE,
     RAM,
     VRAM,

@@ -239,6 +239,8 @@ def _max_itl(options: HybridOptions) -> str:
 
 def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
     gpus = options.engine.gpus
+    if gpus.plan_trial == "auto":  # what is measured does not depend on earlier starts
+        gpus = replace(gpus, plan_trial="off")
     if options.resident is None:
         return gpus
     if gpus.gpu_experts != "auto" or gpus.gpu_resident_layers is not None:

@@ -89,6 +89,7 @@ def _on_gpu(asked: EngineOptions, spec: Model, facts: Facts) -> list[Path | NoPa
     name = facts.gpu
     if not spec.routed:
         return [Path(name, asked, tiers=True), _with_kv(name, "fp8", asked, spec)]
+    asked = replace(asked, gpus=replace(asked.gpus, plan_trial="off"))  # a path is what its name says
     alone = replace(asked, gpus=replace(asked.gpus, gpu_experts="all", gpu_resident_layers=None))
     half = str(max(1, min(moe.experts for moe in spec.routed.values()) // 2))
     divided = replace(asked.gpus, gpu_experts=half, gpu_resident_layers=None)

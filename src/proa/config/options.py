@@ -288,6 +288,13 @@ class GpuOptions:
         "and the driver's stream memory operations; callback: copies and host callbacks; auto: the first that works",
         choices=("auto", "kernel", "memops", "callback"),
     )
+    plan_trial: str = option(
+        "auto",
+        help="compare co-fetch and read ahead, on and off, on the loaded model, for at most 10 s; auto: at the first "
+        "start of a model on a machine, whose result later starts use; again: at this start too; off: never, both are "
+        "on where possible",
+        choices=("auto", "off", "again"),
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the decision (machine/cost/co_fetch.py), addresses, kernels.
 from __future__ import annotations
 
 from proa.machine.cost.co_fetch import CpuRate, InPlaceRates, bound_by_ram, co_fetch_shares, half_shares
-from proa.native.doorbell import Counters
+from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.residency import IN_PLACE_PAIRS
 
 
@@ -16,16 +16,29 @@ class CoFetch:
         """rates: None: shares are `half_shares`, whatever the CPU's rate. most: (token, expert) pairs of a step that
         co-fetches, and so the most misses."""
         self.rates = rates
-        self.shares = half_shares(most) if rates is None else (0,) * (most + 1)
+        self.on = True
         self._most = most
-        self._last = Counters(0, 0, 0, 0.0, 0.0)
+        self.forget(NOTHING_COUNTED)
+
+    def forget(self, now: Counters) -> None:
+        """Forget the CPU's rate. now: the doorbell's counters."""
+        self.shares = half_shares(self._most) if self.rates is None else (0,) * (self._most + 1)
+        self._last = now
         self._cpu = CpuRate()
 
+    @property
+    def in_force(self) -> tuple[int, ...]:
+        """`shares`; while it is off, zeros."""
+        return self.shares if self.on else (0,) * (self._most + 1)
+
     def update(self, now: Counters) -> tuple[int, ...] | None:
-        """Update `shares` from the doorbell's counters, which count from its start. Return them if they changed."""
+        """Update `shares` from the doorbell's counters, which count from its start. Return them if they changed. While
+        it is off, the CPU reads without the GPU beside it, so its rate is not updated."""
         if self.rates is None:
             return None
         last, self._last = self._last, now
+        if not self.on:
+            return None
         took_s = now.moe_s - last.moe_s
         if not bound_by_ram(now.jobs - last.jobs, now.pairs - last.pairs, took_s, self._most):
             return None

@@ -49,7 +49,7 @@ class GpuTransport:
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
         self.device, self.size, self._closed = device, size, False
-        self._read_ahead = service.read_ahead
+        self.can_foresee = self.foresees = service.read_ahead and way is Way.NUMBER
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(STATE_WORDS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
@@ -68,7 +68,7 @@ class GpuTransport:
         self._way.push(x, ids, weights, up_address, layer)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
-        if self._read_ahead:
+        if self.foresees:
             self._way.foresee(x, slots, following, cpu, layer)
 
     def pull(self, out: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from proa.hybrid.choices import NONE, Choices
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers
 from proa.hybrid.counting import Counting
@@ -28,7 +29,7 @@ from proa.hybrid.uploads import Uploads
 from proa.machine.cost.co_fetch import update_is_due
 from proa.machine.cost.prefill import PrefillRates
 from proa.models.spec import SILU, Gating, Mlp
-from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
+from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, counted_since
 from proa.native.weights import Experts
 from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
@@ -95,6 +96,8 @@ class HybridModel:
         self._pass_launch = 0  # the last launch of the last pass
         self._launched = 0  # steps, and how many of those have ended
         self._ended = 0
+        self._aside = False  # steps leave nothing behind
+        self._uncounted = NOTHING_COUNTED  # the doorbell's counts of such steps
 
     def new_experts(
         self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU, *, block: int = 0
@@ -170,6 +173,57 @@ class HybridModel:
                 layer.stream(one, groups, streaming)
 
     @property
+    def able(self) -> Choices:
+        """The choices that this model has."""
+        bell = self.transport
+        return NONE if bell is None else Choices(self.co_fetch is not None, bell.can_foresee)
+
+    @property
+    def choices(self) -> Choices:
+        bell = self.transport
+        return NONE if bell is None else Choices(self.co_fetch is not None and self.co_fetch.on, bell.foresees)
+
+    def choose(self, choices: Choices) -> None:
+        """Launch the next steps with these choices. No step may be in flight. Raises ValueError for one that the model
+        does not have."""
+        if choices != choices.within(self.able):
+            raise ValueError(f"the model has no choice of {choices}: possible is {self.able}")
+        if self.transport is not None:
+            self.transport.foresees = choices.read_ahead
+        if self.co_fetch is not None and self.tables is not None:
+            self.co_fetch.on = choices.co_fetch
+            self.tables.share(self.co_fetch.in_force)
+
+    @property
+    def variant(self) -> int:
+        """See Session: a graph contains the launches of hints, but reads the shares of co-fetch from a table."""
+        return int(self.choices.read_ahead)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the context steps leave nothing behind: no expert moves and no choice is counted, and at its end
+        counters, and what co-fetch knows of the CPU, are as before. At both ends no step may be in flight, and no fetch
+        of counts under way: use it before the first request."""
+        if self.tables is None:
+            raise ValueError("steps can be computed after bind()")
+        counts, before = self.tables.counts.to("cpu", copy=True), self._rung()
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+            self.tables.counts.copy_(counts)  # synchronous: steps run on another stream
+            now = self._rung()
+            self._uncounted = counted_since(counted_since(self._uncounted, before), now)
+            if self.co_fetch is not None:
+                self.co_fetch.forget(now)
+                self.tables.share(self.co_fetch.in_force)
+
+    def _rung(self) -> Counters:
+        """The doorbell's counters."""
+        return NOTHING_COUNTED if self.transport is None else self.transport.counters()
+
+    @property
     def has_experts(self) -> bool:
         """Whether some of the model's experts lie in RAM."""
         return self.transport is not None
@@ -208,7 +262,7 @@ class HybridModel:
         """Prepare the launch of a step on the current stream. Other steps may be in flight: each needs its own `end`,
         in launch order."""
         self._launched += 1
-        if self.moves is not None and not self._in_pass:  # the tables of a pass stay as they are
+        if self.moves is not None and not (self._in_pass or self._aside):  # the tables of a pass stay as they are
             self.moves.before(self._launched, self._ended)
         if self.tables is not None:
             self._balance(self.tables)
@@ -225,6 +279,8 @@ class HybridModel:
 
     def launched(self) -> None:
         """After a launch, while the device computes: read counts and start moves."""
+        if self._aside:
+            return
         seen = None if self.counting is None else self.counting.look()
         if self.moves is not None:
             self.moves.meanwhile(seen, may_start=not self._in_pass)
@@ -240,7 +296,7 @@ class HybridModel:
 
     def counters(self) -> Counters:
         """The doorbell's counters since the start, with hits and moved bytes if choices are counted."""
-        cpu = NOTHING_COUNTED if self.transport is None else self.transport.counters()
+        cpu = self._rung() if self._uncounted is NOTHING_COUNTED else counted_since(self._uncounted, self._rung())
         if self.streaming is not None:
             cpu = self.streaming.counted(cpu)
         if self.counting is None:

@@ -75,7 +75,16 @@ from proa.ops.table import NextRouter
 
 
 class Transport(Protocol):
-    """The handover of one lane. A step: arm, then push and pull in each MoE layer, disarm once it has ended, check."""
+    """The handover of one lane. A step: arm, then push and pull in each MoE layer, disarm once it has ended, check.
+
+    can_foresee: hints can be launched. foresees: `foresee` launches them from now on; a captured graph keeps what it
+    has.
+    """
+
+    @property
+    def can_foresee(self) -> bool: ...
+
+    foresees: bool
 
     def arm(self) -> None:
         """Wake the CPU's threads, before a step is launched."""
@@ -130,7 +139,7 @@ class HostTransport:
         self._memory = memory
         self._block = views(memory, layout, size)
         self._number = 0
-        self._read_ahead = service.read_ahead and way is Way.NUMBER
+        self.can_foresee = self.foresees = service.read_ahead and way is Way.NUMBER
         self._copies = way is not Way.NUMBER  # a GPU copies jobs in these ways, and rings in every layer
         self._rows: Tensor | None = None  # bool [T]: rows of the last push that the CPU has a pair of
 
@@ -156,7 +165,7 @@ class HostTransport:
         return copied(self._memory, self.size, tokens).block if self._copies else self._block
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
-        if self._read_ahead:
+        if self.foresees:
             foresee(x, slots, following, cpu, layer, self._block)
 
     def pull(self, out: Tensor) -> None:

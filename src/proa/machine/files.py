@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -43,3 +44,8 @@ def parse_key_values(text: str) -> dict[str, str]:
 def parse_kib(value: str) -> int:
     """Parse a size of /proc/meminfo to bytes: "123 kB" -> 125952."""
     return int(value.split()[0]) * 1024
+
+
+def cpu_name(cpuinfo: Mapping[str, str]) -> str:
+    """The processor's name. cpuinfo: /proc/cpuinfo, parsed."""
+    return cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown"

@@ -8,7 +8,15 @@ from proa.config.env import cuda_environ
 from proa.errors import ResourceError
 from proa.machine.cgroup import CgroupLimits, cgroup_limits
 from proa.machine.claims import claimed_cpus
-from proa.machine.files import parse_cache_size, parse_cpu_list, parse_key_values, parse_kib, read_int, read_text
+from proa.machine.files import (
+    cpu_name,
+    parse_cache_size,
+    parse_cpu_list,
+    parse_key_values,
+    parse_kib,
+    read_int,
+    read_text,
+)
 from proa.machine.gpus import Nvml, find_gpus, torch_cuda
 from proa.machine.machine import Machine, NumaNode
 
@@ -43,7 +51,7 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     if not cores:
         notes.append("no core topology: every logical CPU counts as a core")
     return Machine(
-        cpu=cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown",
+        cpu=cpu_name(cpuinfo),
         isa=_isa(cpuinfo),
         online_cpus=len(online),
         usable_cpus=cpus,

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
@@ -172,6 +172,11 @@ class Counters:
 
 
 NOTHING_COUNTED = Counters(jobs=0, pairs=0, weight_bytes=0, moe_s=0.0, waiting_s=0.0)
+
+
+def counted_since(then: Counters, now: Counters) -> Counters:
+    """What was counted between the two."""
+    return Counters(*(after - before for before, after in zip(astuple(then), astuple(now), strict=True)))
 
 
 def block_layout(size: JobSize) -> BlockLayout:

@@ -23,8 +23,9 @@ from proa.obs.units import format_bytes, format_duration, format_rate
 
 ProgressCallback = Callable[[str, int, int], None]  # (phase, done bytes, total bytes or 0 if unknown)
 COMPILING, WARMING = "compiling GPU kernels", "running warm-up steps"
+TRYING = "comparing plans"
 CHECKING, COMPARING = "running paths", "comparing layers"
-COUNTED = {COMPILING, WARMING, CHECKING, COMPARING}  # phases that count items, not bytes
+COUNTED = {COMPILING, WARMING, TRYING, CHECKING, COMPARING}  # phases that count items, not bytes
 
 _LINE_EVERY_S = 5.0
 

@@ -233,6 +233,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryBudget
     mesh: Mesh = Mesh()
     gpus: tuple[GpuPlan, ...] = ()  # of each rank of the mesh, in order; empty: everything runs on the CPU
+    trial: str = "off"  # --plan-trial
     roof: Roof
     decisions: tuple[Decision, ...] = ()
 

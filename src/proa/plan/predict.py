@@ -21,21 +21,13 @@ from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
+from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
 from proa.plan.speeds import Speed, Speeds
 from proa.plan.work import MoeWork, Work
 
 LENGTHS = (512, 8192, 32768)  # contexts of decode, and lengths of prompts
-
-# The host's part of a decode step on the CPU: 168 to 209 us on three machines (docs/lab/decode-step.md, cpu-amx.md).
-# With a GPU it overlaps with the step before.
-HOST_S = 180e-6
-# What a layer on a GPU takes beside reading its bytes: a step of 48 layers took 2.8 ms, its bytes 1.5 ms
-# (docs/lab/gpu-kernels-h200.md).
-GPU_LAYER_S = 27e-6
-# Push and pull of an empty job between GPU and CPU (docs/lab/hybrid-h200.md).
-CROSSING_S = 6e-6
 
 RAM, VRAM, PCIE = "RAM bandwidth", "VRAM bandwidth", "PCIe"
 CPU, GPU, FIXED = "CPU FLOPs", "GPU FLOPs", "fixed costs"

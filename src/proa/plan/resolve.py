@@ -89,7 +89,7 @@ def resolve(
         load_format=checkpoint.load_format,
         dtype=dtype,
         kv_dtype=kv.dtype,
-        **_model_fields(options.model),
+        **_as_given(options),
         context_tokens=placed.fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
         num_pages=placed.fitted.num_pages,
@@ -116,9 +116,11 @@ def resolve(
     )
 
 
-def _model_fields(asked: ModelOptions) -> dict[str, Any]:
+def _as_given(options: EngineOptions) -> dict[str, Any]:
     """Fields of the Plan that are options as they were given."""
+    asked = options.model
     return {
+        "trial": options.gpus.plan_trial,
         "dummy_seed": asked.dummy_seed,
         "dummy_router": asked.dummy_router,
         "dummy_format": asked.dummy_format,

@@ -29,6 +29,7 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
+from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.building.start_time import WARM_UP_S, within
 from proa.engine.building.timeline import Timeline
 from proa.engine.building.warm_up import warm_up
@@ -142,6 +143,7 @@ class GpuBuild:
         self._timeline.mark("read in place")
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)
         self._timeline.mark("doorbell")
+        trial = PlanTrial(plan, self._spec, self._cpu.memory.bytes_by_format, self._hybrid)
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
@@ -156,6 +158,9 @@ class GpuBuild:
         self._decisions.append(warm_up(tasks, report, within(WARM_UP_S)))
         watch(_note_late)
         self._decisions.append(STEP_AHEAD)
+        tried = trial.result(executor, report, executor.keep_graphs)
+        self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
+        self._timeline.mark("plan trial")
         return Runner(executor, plan.page_tokens)
 
     def _choose_attention(self, caches: Caches) -> None:

@@ -24,7 +24,7 @@ from proa.plan.plan import Plan
 log = logging.getLogger(__name__)
 
 # Parts of a plan that no launch depends on, and that differ from start to start.
-_MEASURED = ("decisions", "roof", "memory", "workers", "threads", "prefix_files")
+_MEASURED = ("decisions", "roof", "memory", "workers", "threads", "prefix_files", "trial")
 _MEASURED_OF_GPU = ("vram", "name", "uuid", "index", "numa_node", "pcie_bytes_per_s", "save_counts", "trace")
 
 

@@ -20,6 +20,7 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
+from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.ipc import Loading, Ready
@@ -82,6 +83,7 @@ class SimBuild:
             self._prompts(self._gpu.pcie_bytes_per_s or ram) if self._gpu.ring_bytes else None,
         )
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts, plan.pass_tokens)
+        trial = PlanTrial(plan, self._spec, self._cpu.memory.bytes_by_format, self._hybrid)
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
@@ -89,6 +91,8 @@ class SimBuild:
         executor = EagerExecutor(
             self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens
         )
+        tried = trial.result(executor, report)
+        self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         return Runner(executor, plan.page_tokens)
 
     def _co_fetch(self, ram_bytes_per_s: float) -> CoFetch:

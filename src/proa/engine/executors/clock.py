@@ -24,6 +24,11 @@ class StepClock:
         self._last = time.perf_counter()
         self.hidden = False  # True while the device computes another step: host time is overlapped, counted as PROGRAM
 
+    def reset(self) -> None:
+        """Forget all laps: the steps so far were no request's."""
+        self._sums = [0.0] * len(Stage)
+        self.start()
+
     def start(self) -> None:
         """Begin a lap now: the time before belongs to no step."""
         self._last = time.perf_counter()

@@ -81,7 +81,8 @@ class GraphExecutor:
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
-        self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)
+        # By (sequences, rows of each, the session's variant).
+        self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._prompt_rows = prompt_sizes(limits, deterministic=deterministic)
         self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
         self._heads: dict[int, Callable[[], None]] = {}
@@ -157,7 +158,8 @@ class GraphExecutor:
 
     def _decode(self, step: GraphStep, rows_each: int) -> None:
         bucket = self._buckets[bisect_left(self._buckets, len(step.batch.spans))]
-        step.graph = captured = self._graphs.get((bucket, rows_each)) or self._capture(bucket, rows_each)
+        key = bucket, rows_each, self._session.variant
+        step.graph = captured = self._graphs.get(key) or self._capture(bucket, rows_each)
         self._fill(captured.inputs, step.batch.spans)
         self._begin()
         if self._unfinished:
@@ -276,8 +278,13 @@ class GraphExecutor:
         inputs.copy()
         with self._session.decoding():
             replay = self._graph(lambda: self._on.run(inputs, bucket * rows_each))
-        self._graphs[bucket, rows_each] = _Captured(inputs, replay)
-        return self._graphs[bucket, rows_each]
+        self._graphs[bucket, rows_each, self._session.variant] = made = _Captured(inputs, replay)
+        return made
+
+    def keep_graphs(self) -> None:
+        """Drop the graphs of other variants than the session's present one."""
+        present = self._session.variant
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[2] == present}
 
     def _capture_head(self, bucket: int) -> Callable[[], None]:
         self._settle()

@@ -39,6 +39,10 @@ class Session(Protocol):
     def has_experts(self) -> bool:
         """Whether some of the model's experts lie in RAM."""
 
+    @property
+    def variant(self) -> int:
+        """Changes with what a step launches: a graph captured under another variant must not be replayed."""
+
     def begin_pass(self, tokens: int, chunks: int) -> float:
         """Begin a step in parts of `tokens` tokens: each MoE layer is launched in `chunks` chunks, in the order of the
         layers. At most one at a time. Returns the fraction of the experts in RAM that are copied to the device for this
@@ -58,6 +62,7 @@ class NoSession:
     """Session of a device that computes everything itself."""
 
     has_experts = False
+    variant = 0
 
     def begin(self) -> None:
         pass

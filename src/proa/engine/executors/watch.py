@@ -71,6 +71,10 @@ class WatchedSession:
     def launched(self) -> None:
         self._session.launched()
 
+    @property
+    def variant(self) -> int:
+        return self._session.variant
+
     def begin_step(self, step: WatchedStep) -> None:
         """Note how the experts in RAM are computed in a whole step."""
         step.streamed = 0.0 if self._session.has_experts else None
