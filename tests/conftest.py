@@ -116,6 +116,15 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
     return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`pytest.mark.parts(argument, count)`: a test that does `count` things in one case. A run of all cases passes it
+    None; a sample has an axis of their numbers, so that a row of another axis need not meet them all."""
+    for mark in metafunc.definition.iter_markers("parts"):
+        argument, count = mark.args
+        whole = metafunc.config.option.sample is None
+        metafunc.parametrize(argument, [None] if whole else range(count), ids=["all"] if whole else None)
+
+
 @pytest.fixture
 def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str]]], list[int]]:
     """The rows of a table inside a test to try: all, or a sample that has every value of every key."""
