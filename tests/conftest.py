@@ -157,6 +157,13 @@ def forked_engines(engine_forks: EngineForks | None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forked_engine(engine_forks: EngineForks | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test, as in forked_engines; for modules whose other tests are about the process itself."""
+    if engine_forks is not None:
+        monkeypatch.setattr(process, "subprocess", engine_forks.subprocess)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device that Triton's kernels run on: the GPU if there is one, else the CPU, in Triton's interpreter."""

@@ -33,6 +33,7 @@ PATHS = 8  # of a model with experts on a GPU; on the CPU there are at most 5
 PHASES, TIERS = {PROMPT, DECODE, CACHED}, {FROM_RAM, FROM_FILES}
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", sorted(TINY))
 @pytest.mark.parametrize(("gpu", "only"), [("none", "CPU, a"), (SIM, "simulated GPU")])
 @pytest.mark.parts("number", PATHS)
@@ -49,6 +50,7 @@ def test_every_family(
         assert first.worst.keys() | first.left_out.keys() >= TIERS
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "qwen3-next"])
 @pytest.mark.parametrize(("gpu", "only"), [("none", FASTEST), (SIM, "VRAM and RAM")])
 def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -93,6 +95,7 @@ def test_pages_that_are_not_restored(tmp_path: Path, monkeypatch: Patch) -> None
     assert found(report)[0].endswith(": no page of a stored prefix from files was restored")
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss", "qwen3-next"])
 def test_experts_are_streamed(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     report = checked(make_tiny(name, tmp_path), monkeypatch, gpu=SIM, only="prompts streamed")
@@ -130,6 +133,7 @@ def test_every_format(name: str, gpu: str, only: str, tmp_path: Path, monkeypatc
     assert report.agrees
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", ["gpt-oss", "ernie", "deepseek-v2", "qwen3-next", "llama2"])
 @pytest.mark.parametrize("quant", ["F32", "Q8_0"])
 @pytest.mark.parts("number", PATHS)

@@ -94,6 +94,7 @@ async def idle(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize(("gpu", "seconds"), LENGTHS)
 def test_nothing_leaks(
     gpu: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool

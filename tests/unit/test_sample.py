@@ -75,6 +75,7 @@ def test_one_axis_and_no_cases() -> None:
     assert covering([], "1") == []
 
 
+@pytest.mark.seldom
 def test_a_run_draws_from_tables_and_says_how_to_repeat_it(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    alone\n")
     (tmp_path / "test_probe.py").write_text(PROBE)
