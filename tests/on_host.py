@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from have_gpu import HAVE_GPU
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
@@ -102,6 +103,10 @@ def host_executor(
     decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = ()
 ) -> GraphExecutor:
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
+    if not HAVE_GPU:  # a test without the fixture `device`: the interpreter would take twice the time
+        from interpreter import repair
+
+        repair()
     queue = HostQueue()
     return GraphExecutor(
         cast(Decoder, OnHost(decoder)), caches, limits, queue, device_ops(queue.device), kept_blocks=kept_blocks
