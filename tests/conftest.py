@@ -207,8 +207,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.sample is not None:
         drawn, all_cases = config.stash.get(SAMPLED, ("?", "?"))
         terminalreporter.write_line(
-            f"sample {config.option.sample}: {drawn} of {all_cases} cases, each row of each table in at least one; "
-            f"the same again: make test SEED={config.option.sample}; all: make test-all"
+            f"sample {config.option.sample}: {drawn} of {all_cases} cases, each row of each table in at least one, "
+            f"a third of the seldom; the same again: make test SEED={config.option.sample}; all: make test-all"
         )
 
 

@@ -59,7 +59,7 @@ def sampled(items: Sequence[pytest.Item], seed: str) -> list[pytest.Item]:
 
 
 def all_but_some(items: Sequence[T], seed: str) -> list[T]:
-    """All items but one of SELDOM, drawn by `seed`, and at least one."""
+    """Those to leave out: all but one in SELDOM, drawn by `seed`; one at least stays."""
     return random.Random(seed).sample(items, len(items) - -(-len(items) // SELDOM))
 
 
