@@ -115,7 +115,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, process: subprocess.P
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, sampled: bool) -> Iterator[Server]:
     """A server with a small KV cache, so that one wave of requests fills it and memory stops growing. In a sample it
-    has one worker: this module took 30 s of CPU time so, 40 with two."""
+    has one worker: the tests that share it took 30 s of CPU time so, 40 with two."""
     flags = ("--context", "2048", "--kv-memory", "64MiB", *(["--threads=1"] if sampled else []))
     with serve(tmp_path_factory.mktemp("serve"), *flags) as running:
         yield running
