@@ -21,15 +21,19 @@ BUSY_S = 600.0  # a limit for machines that run other tests meanwhile
 
 def checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, only: str = "", gpu: str = "none", seed: int = 1,
-    most_bytes: int | None = None, limit_s: float = BUSY_S, **options: Any,
+    number: int | None = None, most_bytes: int | None = None, limit_s: float = BUSY_S, **options: Any,
 ) -> Report:  # fmt: skip
-    """only: a path is run if this is a part of its name; or FASTEST."""
+    """only: a path is run if this is a part of its name; or FASTEST. number: of these paths only one, the number-th; a
+    model with fewer paths counts them again from the first."""
 
     def some(*args: Any) -> list[Any]:
         every = paths(*args)
         on_cpu = next(path.name for path in every if isinstance(path, OnePath) and path.name.startswith("CPU, "))
         name = on_cpu if only == FASTEST else only
-        return [path for path in every if isinstance(path, NoPath) or name in path.name]
+        ours = [path.name for path in every if isinstance(path, OnePath) and name in path.name]
+        if number is not None:
+            ours = [ours[number % len(ours)]]
+        return [path for path in every if isinstance(path, NoPath) or path.name in ours]
 
     monkeypatch.setattr(proa.check.run, "paths", some)
     asked = from_keywords(EngineOptions, **{"dtype": "bfloat16", "gpu": gpu, **options})

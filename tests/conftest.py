@@ -116,6 +116,15 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
     return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`pytest.mark.parts(argument, count)`: a test that does `count` things in one case. A run of all cases passes it
+    None; a sample has an axis of their numbers, so that a row of another axis need not meet them all."""
+    for mark in metafunc.definition.iter_markers("parts"):
+        argument, count = mark.args
+        whole = metafunc.config.option.sample is None
+        metafunc.parametrize(argument, [None] if whole else range(count), ids=["all"] if whole else None)
+
+
 @pytest.fixture
 def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str]]], list[int]]:
     """The rows of a table inside a test to try: all, or a sample that has every value of every key."""
@@ -146,6 +155,13 @@ def forked_engines(engine_forks: EngineForks | None) -> Iterator[None]:
         if engine_forks is not None:
             patch.setattr(process, "subprocess", engine_forks.subprocess)
         yield
+
+
+@pytest.fixture
+def forked_engine(engine_forks: EngineForks | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test, as in forked_engines; for modules whose other tests are about the process itself."""
+    if engine_forks is not None:
+        monkeypatch.setattr(process, "subprocess", engine_forks.subprocess)
 
 
 @pytest.fixture(scope="session")
@@ -191,8 +207,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.sample is not None:
         drawn, all_cases = config.stash.get(SAMPLED, ("?", "?"))
         terminalreporter.write_line(
-            f"sample {config.option.sample}: {drawn} of {all_cases} cases, each row of each table in at least one; "
-            f"the same again: make test SEED={config.option.sample}; all: make test-all"
+            f"sample {config.option.sample}: {drawn} of {all_cases} cases, each row of each table in at least one, "
+            f"a third of the seldom; the same again: make test SEED={config.option.sample}; all: make test-all"
         )
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def installed(lock: Path) -> Path:
                     last = done.stderr.strip().splitlines()
                     pytest.skip(f"{lock.stem} cannot be fetched: {last[-1] if last else 'pip said nothing'}")
                 (Path(scratch) / "packages").rename(folder)
+    return folder
+
+
+def kept(name: str, made_of: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder that `make` fills, which is called only once for what the folder is made of."""
+    folder = _CACHE / f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:24]}"
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+                make(Path(scratch) / "made")
+                (Path(scratch) / "made").rename(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from have_gpu import HAVE_GPU
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.executors.session import Session
@@ -104,6 +105,10 @@ def host_executor(
     session: Session | None = None,
 ) -> GraphExecutor:  # fmt: skip
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
+    if not HAVE_GPU:  # a test without the fixture `device`: the interpreter would take twice the time
+        from interpreter import repair
+
+        repair()
     queue = HostQueue()
     return GraphExecutor(
         cast(Decoder, OnHost(decoder)),

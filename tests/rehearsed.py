@@ -34,7 +34,7 @@ from proa.plan.prepare import Prepared
 from quick_plan import prepare
 
 CAPABILITY = 90
-SWEPT_ROWS = 64  # every number of rows up to this one is rehearsed, and some larger ones
+SWEPT_ROWS = 64  # numbers of rows up to this one are rehearsed, and some larger ones
 
 
 def planned(path: str, vram: int, **options: Any) -> Prepared:
@@ -83,22 +83,23 @@ def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
     return keys
 
 
-def sweep(prepared: Prepared, some: random.Random) -> Iterator[Callable[[], None]]:
-    """Steps of the whole model with each number of rows up to SWEPT_ROWS, and with some larger ones."""
+def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Callable[[], None]]:
+    """Steps of the whole model with `swept` numbers of rows up to SWEPT_ROWS, and with some larger ones."""
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
     assert plan.gpu is not None
     whole = rehearsal.Shown(spec, stored, plan.gpu)
     stage = rehearsal.Stage(plan, whole, top_k(spec), CAPABILITY)
     most = plan.max_batch_tokens
-    sizes = [*range(1, min(SWEPT_ROWS, most) + 1), *(some.randint(1, most) for _ in range(12)), most]
+    small = range(1, min(SWEPT_ROWS, most) + 1)
+    sizes = [*sorted(some.sample(small, min(swept, len(small)))), *(some.randint(1, most) for _ in range(12)), most]
     for rows in sizes:
         yield torch.inference_mode()(lambda rows=rows: stage.prompt(rows))
     for bucket in rehearsal.decode_sizes(step_limits(plan), deterministic=plan.deterministic):
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 
 
-def case(path: str, vram: int, options: dict[str, Any], seed: int) -> dict[str, Any]:
+def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -> dict[str, Any]:
     prepared = planned(path, vram, **options)
     plan, spec = prepared.plan, prepared.declared.spec
     variants = variants_of(plan, prepared.checkpoint, prepared.declared)
@@ -107,7 +108,7 @@ def case(path: str, vram: int, options: dict[str, Any], seed: int) -> dict[str, 
             ahead._compile(variant, ahead.TargetDriver(CAPABILITY).get_current_target())
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
     launched = launch(rehearsal.rehearse(plan, spec, stored, CAPABILITY))
-    swept = launch(sweep(prepared, random.Random(seed)))
+    swept = launch(sweep(prepared, random.Random(seed), swept))
     return {
         "counts": Counter(variant.name for variant in variants),
         "gpu_only": plan.gpu is not None and plan.gpu.gpu_only,

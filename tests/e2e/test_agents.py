@@ -154,6 +154,7 @@ def report(
         yield loaded
 
 
+@pytest.mark.seldom
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the packages are for x86-64")
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_reads_a_file(name: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from proa.cli.bench_restart import run
 from tiny import make_tiny
 
 
+@pytest.mark.seldom
 @pytest.mark.alone
 def test_the_prefix_is_restored_with_equal_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tiny("qwen3-moe", tmp_path / "model", vocab_size=512, max_position_embeddings=2048)

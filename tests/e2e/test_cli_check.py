@@ -50,6 +50,7 @@ def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return done
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("gpu", GPUS)
 def test_yes(gpu: str, tmp_path: Path) -> None:
     done = run(make_tiny("qwen3-moe", tmp_path), "--gpu", gpu)

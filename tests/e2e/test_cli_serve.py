@@ -58,6 +58,7 @@ def bound_threads(pid: int) -> list[frozenset[int]]:
     return [frozenset(os.sched_getaffinity(int(task.name))) for task in Path(f"/proc/{engine}/task").iterdir()]
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize(
     ("flags", "rows", "bound"),
     [
@@ -78,6 +79,7 @@ def test_workers_follow_cpu_binding(folder: Path, flags: list[str], rows: dict[s
             assert len(set(singles)) == (len(mine) if bound else 0)
 
 
+@pytest.mark.seldom
 def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
     """And a number of threads is not tried."""
     flags = ["--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1"]

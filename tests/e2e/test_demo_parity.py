@@ -118,6 +118,7 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
     return chosen, flips
 
 
+@pytest.mark.seldom
 def test_with_all_experts_it_is_the_dense_model(
     dense: Any, some: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def perplexity_by_transformers(moe: Any, dense: Any, windows: Tensor) -> Callabl
     return cache(lambda name, count, tokens: perplexity({"moe": moe, "dense": dense}[name], windows[:count, :tokens]))
 
 
+@pytest.mark.seldom
 def test_perplexity_orders_the_variants(
     moe: Any, perplexity_by_transformers: Callable[[str, int, int], float], windows: Tensor
 ) -> None:
@@ -175,6 +177,7 @@ def test_perplexity_in_bfloat16(
         assert got == pytest.approx(perplexity_by_transformers("dense", count, tokens), rel=0.01)
 
 
+@pytest.mark.seldom
 def test_perplexity_with_an_fp8_cache(windows: Tensor, sampled: bool) -> None:
     """An fp8 KV cache is lossy: it increased perplexity by 1.2 % in float32 (decision 029); the bound is twice that.
     Uses the dense model, because near-ties in routing would add noise."""

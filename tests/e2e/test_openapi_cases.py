@@ -71,6 +71,7 @@ def resident_mib(pids: list[int]) -> float:
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * 4096 / 2**20
 
 
+@pytest.mark.seldom
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_no_case_is_answered_with_a_5xx(tmp_path: Path, sampled: bool) -> None:
     wanted = CASES // 3 if sampled else CASES

@@ -35,6 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, engine_forks: EngineForks | No
         yield loaded["url"]
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("name", NAMES)
 def test_client(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     packages = installed(CLIENTS / f"{name}.txt")

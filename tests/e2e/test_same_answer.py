@@ -25,6 +25,7 @@ def probe() -> ModuleType:
     return module
 
 
+@pytest.mark.seldom
 @pytest.mark.demo
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_demo_gives_equal_answers(probe: ModuleType, deterministic: bool) -> None:

@@ -130,6 +130,7 @@ def check_tiers(stats: Stats, gpu: str) -> None:
         assert stats.prefill.streamed > 0
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize(("gpu", "seconds"), LENGTHS)
 def test_nothing_leaks(
     gpu: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool

@@ -24,6 +24,7 @@ from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent
 from tiny import TINY, make_tiny
 
+pytestmark = pytest.mark.one_table
 PAGE_TOKENS, CONTEXT = 4, 64
 
 

@@ -114,6 +114,7 @@ def requests(seed: int, vocab: int, count: int = 6) -> list[EngineRequest]:
     ]  # fmt: skip
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_of_an_eager_executor(seed: int, decoder: Decoder) -> None:
     """Without overlap both compute the same steps; sampling is the device's, interpreted. Twice: with prefix hits."""
@@ -124,6 +125,7 @@ def test_answers_are_those_of_an_eager_executor(seed: int, decoder: Decoder) -> 
     assert graphs.followed == []
 
 
+@pytest.mark.one_table
 def test_overlap_changes_no_answer(decoder: Decoder) -> None:
     """All decode together and one ends before the others: the rows after it move up, in the same graph."""
     asked = [request(f"r{i}", [5 + i, 9, 7], count, **DRAWS[i]) for i, count in enumerate((12, 8, 12, 12))]
@@ -132,6 +134,7 @@ def test_overlap_changes_no_answer(decoder: Decoder) -> None:
     assert ahead.followed == [4] * 7 + [3] * 3
 
 
+@pytest.mark.one_table
 def test_stops_aborts_and_arrivals_leave_nothing(decoder: Decoder) -> None:
     """Stops, aborts and arrivals at any time: no page or slot stays allocated."""
     case, rng = Case(decoder), Random(1)
@@ -177,6 +180,7 @@ def poison(case: Case, name: str) -> None:
             cache.keys[case.engine.scheduler._requests[name].pages] = torch.nan
 
 
+@pytest.mark.one_table
 def test_prompts_in_turns(decoder: Decoder) -> None:
     """A long prompt between decode steps: every request's first token is that of an engine without turns."""
     found = []
@@ -192,6 +196,7 @@ def test_prompts_in_turns(decoder: Decoder) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.one_table
 def test_cancel_leaves_nothing_in_flight(decoder: Decoder) -> None:
     case = Case(decoder)
     case.engine.submit(request("r", [5, 6], 30))

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_a_grammar_that_compiles_holds_up_no_other_request(folder: Path) -> None:
     async def go() -> None:
         async with running(plan_for(folder)) as client:
@@ -174,6 +175,7 @@ def test_an_engine_that_dies_before_its_first_message(folder: Path, monkeypatch:
     asyncio.run(go())
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_a_model_that_cannot_load_says_why(folder: Path, tmp_path: Path) -> None:
     broken = make_tiny("qwen3-moe", tmp_path / "broken")
     weights = next(broken.glob("*.safetensors"))
@@ -221,6 +223,7 @@ def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -
     asyncio.run(go())
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
     """Each MoE layer of each step is one job, since the CPU has all experts."""
     options = EngineOptions(
@@ -251,6 +254,7 @@ def test_cpu_jobs_for_a_gpu_are_counted(folder: Path) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_expert_counts_are_saved_at_the_end(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     options = EngineOptions(
@@ -270,6 +274,7 @@ def test_expert_counts_are_saved_at_the_end(folder: Path, tmp_path: Path) -> Non
     assert {sum(of) for of in counts} == {3 * (3 + 9)}, "top 3 of all tokens but the last"
 
 
+@pytest.mark.usefixtures("forked_engine")
 def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:
     """Its experts keep their GGUF blocks; all other weights are bfloat16 on a simulated GPU."""
     file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)

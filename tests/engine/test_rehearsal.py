@@ -36,6 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2-moe": {"gpu_experts": "3", "deterministic": True},
 }
+SWEPT_ROWS = 64  # how many small numbers of rows are tried: all, in a sample a quarter
 # A kernel with one variant per shape of weights may have as many as shapes; all others have few.
 BY_SHAPE = {"linear._one", "linear._few", "linear_packed._one", "linear_packed._many", "unpack._unpack",
             "experts_grouped._block", "experts_fp8._block", "head_linear._head_linear"}  # fmt: skip
@@ -49,17 +50,19 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    sample = request.config.option.sample
+    common = {"seed": sample or "", "swept": SWEPT_ROWS if sample is None else SWEPT_ROWS // 4}
     cases = {}
     for name, (options, _, _) in SHAPES.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(MODEL_SHAPES[name].cut(LAYERS).config()))
         asked = {"load_format": "dummy", "max_running": 64, "context": 4096, "gpu_experts": "8", **options}
-        cases[name] = {"path": str(folder), "vram": VRAM, "options": asked, "seed": 1}
+        cases[name] = {"path": str(folder), "vram": VRAM, "options": asked, **common}
     for name, options in TINY.items():
         folder = make_tiny(name, tmp_path_factory.mktemp("tiny") / name)
         asked = {"dtype": "bfloat16", "context": 256, **options}
-        cases[name] = {"path": str(folder), "vram": 4 * GIB, "options": asked, "seed": 1}
+        cases[name] = {"path": str(folder), "vram": 4 * GIB, "options": asked, **common}
     return cases
 
 

@@ -21,6 +21,7 @@ from proa.ops.caches import KvPages
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
+pytestmark = pytest.mark.one_table  # a test and a kind of executor
 FAMILIES = ["qwen3-moe", "qwen3-next", "qwen2-moe", "deepseek-v3"]
 
 

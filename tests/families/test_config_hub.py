@@ -106,6 +106,7 @@ def more_params(spec: Model, what: str | None) -> int:
     }[what]
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", ENTRIES)
 def test_published_number_of_parameters(name: str) -> None:
     spec, entry = spec_of(name), ENTRIES[name]
@@ -117,6 +118,7 @@ def test_published_number_of_parameters(name: str) -> None:
         assert found == pytest.approx(number, rel=0.005)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "Llama-1" not in name])
 def test_as_many_parameters_as_transformers(name: str) -> None:
     config = {key: value for key, value in CONFIGS[name].items() if key != "quantization_config"}
@@ -127,6 +129,7 @@ def test_as_many_parameters_as_transformers(name: str) -> None:
     assert spec_of(name).num_params == model.num_parameters() + corrections
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", CACHES)
 def test_context_and_cache(name: str) -> None:
     spec = spec_of(name)

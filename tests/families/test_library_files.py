@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from engines import load_decoder
-from fetched import unpacked
+from fetched import kept, unpacked
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny import make_tiny
@@ -70,16 +70,23 @@ FINE_GRAINED = {"float": {"FP8 block 128"}, "ue8m0": {"FP8 block 128"}}
 def written(
     folder: Path, writer: str, wheels: dict[str, str], names: list[str], without: str = "", head_dim: int = 32
 ) -> Path:
-    """Checkpoints of one layer, a folder per name. without: packages that the library does not need here."""
+    """Checkpoints of one layer, a folder per name, kept for later runs: to import the libraries takes 30 s of CPU
+    time. without: packages that the library does not need here."""
     paths = [str(unpacked(requirement, sha256)) for requirement, sha256 in wheels.items()]
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
     source = make_tiny("qwen3", folder / "source", **sizes)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WRITERS / "without.py"), without, str(WRITERS / writer)]
-    command += [str(source), str(folder / "written"), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "written"
+
+    def write(to: Path) -> None:
+        command = [sys.executable, str(WRITERS / "without.py"), without, str(WRITERS / writer)]
+        command += [str(source), str(to), *names]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    scripts = [(WRITERS / name).read_bytes() for name in (writer, "without.py")]
+    versions = sys.version, torch.__version__, transformers.__version__
+    weights = (source / "model.safetensors").read_bytes(), (source / "config.json").read_bytes()
+    return kept(writer.removesuffix("_files.py"), repr((wheels, names, without, versions, scripts, weights)), write)
 
 
 @pytest.fixture(scope="module")

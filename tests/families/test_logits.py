@@ -19,6 +19,7 @@ from engines import RecordingRunner, finish_all, load_decoder, make_engine, requ
 from proa.engine.engine import Engine
 from tiny import TINY, make_tiny
 
+pytestmark = pytest.mark.one_table  # a family and a way to batch
 ANSWER = 9
 PROMPT = 41  # longer than every window and than the original positions of the scaled ropes
 

@@ -19,6 +19,7 @@ from tiny import TINY, make_tiny
 
 PROMPT = 41
 ANSWER = 9
+pytestmark = pytest.mark.one_table
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", READ)
 def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
     folder, values = make_quantised(READ[name], "qwen3-moe", tmp_path / "m", **SIZES)
@@ -53,6 +54,7 @@ def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("name", ALL)
 def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp_path: Path) -> None:
     folder, _ = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
@@ -173,6 +175,7 @@ def test_fp8_beside_integers(experts: str, config: dict[str, Any], tmp_path: Pat
         np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", SCHEMES)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from ops_run import NativeRun
 from proa.models.ranks import Mesh, divide
 from proa.models.spec import ExpertGroups, Held, Router
@@ -22,7 +23,7 @@ BOUND = 1e-4  # of the largest logit, as in test_logits.py; float32 sums in anot
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=examples(4))
 @given(data=st.data())
 def test_ranks_sum_to_the_whole(family: str, data: st.DataObject) -> None:
     spec = all_experts(tiny_spec(family))

@@ -15,7 +15,7 @@ from proa.plan.expert_counts import read_counts
 from quick_plan import prepare
 from tiny import make_tiny
 
-TOKENS = 150
+TOKENS = 60
 
 
 def load(folder: Path, experts: str = "3", **asked: str) -> tuple[Engine, HybridModel]:

@@ -312,6 +312,9 @@ def routing(tokens: int, experts: int, top_k: int, seed: int) -> tuple[np.ndarra
     return ids, rng.uniform(0.1, 1, ids.shape).astype(np.float32)
 
 
+EXPERT_TOKENS = (1, 2, 7, 40, 300, 700)  # the last: more than a group of tokens
+
+
 def check(pool, layer, bits, x, ids, weights):
     exact, bound = layer.exact(x, ids, weights)
     off = np.abs(layer.run(pool, bits, ids, weights) - exact)
@@ -319,9 +322,10 @@ def check(pool, layer, bits, x, ids, weights):
 
 
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
-def test_experts_match_float64(pool, form, group):
+@pytest.mark.parts("number", len(EXPERT_TOKENS))
+def test_experts_match_float64(pool, form, group, number):
     layer = Layer(form, group, experts=5, hidden=160, width=72)
-    for tokens in (1, 2, 7, 40, 300, 700):  # the last: more than a group of tokens
+    for tokens in EXPERT_TOKENS if number is None else EXPERT_TOKENS[number : number + 1]:
         bits, x = activations(tokens, 160, seed=tokens)
         check(pool, layer, bits, x, *routing(tokens, 5, 3, seed=tokens))
 

@@ -120,6 +120,7 @@ def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int 
 SHAPES = [(32, 16), (40, 24), (256, 128), (72, 150)]
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("kind", [0, 16, 64])
 @pytest.mark.parametrize(("hidden", "width"), SHAPES)
 @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 1, 1), (3, 5, 2)])
@@ -130,6 +131,7 @@ def test_shapes(
     check(layer, rand(rng, tokens, hidden).to(device), choose(rng, tokens, count, top_k), rng, kind)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("kind", [0, 16, 32, 64, 128])
 def test_absent_experts_and_padding_rows(kind: int, rng: torch.Generator, device: torch.device) -> None:
     """Neither is computed, and what padding rows hold does not matter."""
@@ -140,6 +142,7 @@ def test_absent_experts_and_padding_rows(kind: int, rng: torch.Generator, device
     check(layer, x.to(device), ids, rng, kind)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("kind", [0, 16, 32])
 def test_all_tokens_on_one_expert(kind: int, rng: torch.Generator, device: torch.device) -> None:
     layer = Layer(60, ExpertShape(32, 16), device)
@@ -149,6 +152,7 @@ def test_all_tokens_on_one_expert(kind: int, rng: torch.Generator, device: torch
 CLAMPED = {"activation": Activation.CLAMPED_SWIGLU, "limit": 0.5}
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("kind", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize(("hidden", "width"), [(40, 24), (72, 150)])
 def test_biases(kind: int, hidden: int, width: int, rng: torch.Generator, device: torch.device) -> None:
@@ -167,6 +171,7 @@ def test_biases_of_every_format(form: Form, kind: int, rng: torch.Generator, dev
     check(layer, rand(rng, 1, 64).to(device), torch.tensor([[1, 0]]), rng, kind)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [0, 16, 64])
 def test_clamped(kind: int, biased: bool, rng: torch.Generator, device: torch.device) -> None:
@@ -174,6 +179,7 @@ def test_clamped(kind: int, biased: bool, rng: torch.Generator, device: torch.de
     check(layer, rand(rng, 2, 40).to(device), choose(rng, 2, 3, 2), rng, kind)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("kind", [0, 16, 64])
 def test_nan_propagates_through_the_clamp(kind: int, rng: torch.Generator, device: torch.device) -> None:
     layer = Layer(1, ExpertShape(40, 24, **CLAMPED), device)

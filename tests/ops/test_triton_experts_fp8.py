@@ -96,6 +96,7 @@ def activation(
     return act, error + stored(act.abs() + error)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 @pytest.mark.parametrize(("hidden", "width"), [(128, 128), (72, 150)])
@@ -106,6 +107,7 @@ def test_shapes(
     check(layer, rand(rng, 4, hidden).to(device), choose(rng, 4, 3, 2), rng)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device: torch.device) -> None:
     """What padding rows hold does not matter."""
@@ -116,6 +118,7 @@ def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device
     check(layer, x.to(device), ids, rng)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:

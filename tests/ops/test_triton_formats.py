@@ -93,6 +93,7 @@ EVERYWHERE = [(size, tokens) for size in SIZES for tokens in BLOCKS]
 SOME = [(SIZES[0], 0), (SIZES[0], 16), (SIZES[1], 0), (SIZES[1], 64), (SIZES[2], 16)]  # the interpreter takes long
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("form", FORMS, ids=names)
 @pytest.mark.parametrize(("size", "block_tokens"), EVERYWHERE if HAVE_GPU else SOME, ids=str)
 def test_products(
@@ -106,6 +107,7 @@ SCALED = [form for form in FORMS if form.format > Format.FP16]
 E4M3 = [form for form in FORMS if form.format in (Format.FP8_ROW, Format.FP8_PANEL, Format.MXFP8)]
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("block_tokens", [0, 16])
 @pytest.mark.parametrize("form", SCALED, ids=names)
 def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -> None:
@@ -121,6 +123,7 @@ def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -
     )
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("block_tokens", [0, 16, 64])
 @pytest.mark.parametrize("form", E4M3, ids=names)
 def test_nan_codes(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
@@ -155,6 +158,7 @@ def test_rows_that_are_not_aligned(form: Form, rng: torch.Generator, device: tor
         check(stack, x, torch.zeros(len(x), dtype=torch.int64), 0, device)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("block_tokens", [0, 16])
 @pytest.mark.parametrize(
     "form",
@@ -166,6 +170,7 @@ def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: 
     check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
 
 
+@pytest.mark.one_table
 @pytest.mark.parametrize("block_tokens", [0, 16, 64])
 @pytest.mark.parametrize(
     "form",

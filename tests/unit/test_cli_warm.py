@@ -32,6 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen2", tmp_path_factory.mktemp("warm") / "tiny")
 
 
+@pytest.mark.seldom
 def test_a_second_run_has_nothing_to_do(tmp_path: Path, model: Path) -> None:
     asked = (str(model), "--dtype", "bfloat16", "--context", "256", "--arch", "sm_90", "--vram", "4GiB")
     first = warm(tmp_path, *asked, "--json")

@@ -104,6 +104,7 @@ class TestBuild:
         assert time.perf_counter() - started < 2  # making it takes longer
         assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
+    @pytest.mark.seldom
     def test_an_older_version_is_replaced_and_leftovers_go(self, scratch: Path) -> None:
         folder, leftover = scratch / "moe", scratch / "moe.partial"
         folder.mkdir()
@@ -116,6 +117,7 @@ class TestBuild:
         assert not leftover.exists()
         assert seen[-1][1] == seen[-1][2] == (demo_moe() / "model.safetensors").stat().st_size - _header_bytes()
 
+    @pytest.mark.seldom
     def test_two_processes_at_once(self, scratch: Path) -> None:
         folder = scratch / "moe"
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:

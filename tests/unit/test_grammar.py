@@ -236,6 +236,7 @@ def chain(links: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{links}": {"type": "string"}}}
 
 
+@pytest.mark.seldom
 def test_a_compiler_that_crashes_or_hangs_ends_only_its_request() -> None:
     async def go() -> None:
         checker = GrammarChecker(timeout_s=4.0)

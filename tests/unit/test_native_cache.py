@@ -68,6 +68,7 @@ def compiler(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.seldom
 def test_a_second_checkout_compiles_nothing(tmp_path: Path, compiler: Path) -> None:
     first, second = (Checkout(tmp_path / name, compiler, tmp_path / "cache") for name in ("first", "second"))
     assert first.build() == (1, 1)
@@ -84,6 +85,7 @@ def test_a_second_checkout_compiles_nothing(tmp_path: Path, compiler: Path) -> N
     assert second.build() == (2, 1), "a damaged library is not used"
 
 
+@pytest.mark.seldom
 def test_files_with_old_times_are_compiled(tmp_path: Path, compiler: Path) -> None:
     """A source that is restored with its old time, as by `cp -p`, with a cache or without."""
     checkout = Checkout(tmp_path / "first", compiler, tmp_path / "cache")
@@ -99,6 +101,7 @@ def test_files_with_old_times_are_compiled(tmp_path: Path, compiler: Path) -> No
     assert checkout.build() == (1, 0)
 
 
+@pytest.mark.seldom
 def test_without_a_cache_folder_it_builds(tmp_path: Path, compiler: Path) -> None:
     checkout = Checkout(tmp_path / "first", compiler, tmp_path / "file" / "cache")
     (tmp_path / "file").write_text("no folder")

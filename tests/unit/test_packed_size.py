@@ -8,8 +8,8 @@ import pytest
 
 from demo_model import demo_gguf, demo_moe
 from proa.native.formats import Format, layout
-from proa.plan.packed_size import bf16_bytes
-from tiny import TINY, make_tiny
+from proa.plan.packed_size import bf16_bytes, packed_size
+from tiny import TINY, make_tiny, tiny_spec
 from tiny_gguf import SAID, make_tiny_gguf
 from unit.loaded_weights import loaded
 
@@ -19,6 +19,13 @@ def test_tiny_models(family: str, tmp_path: Path) -> None:
     planned, active, took = loaded(make_tiny(family, tmp_path))
     assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights, and parts that fill up a panel together
     assert 0 < active <= planned
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_bfloat16_is_the_sum_over_all_parameters(family: str) -> None:
+    spec = tiny_spec(family)
+    each = packed_size(spec, {name: "BF16" for name, _ in spec.params()})
+    assert packed_size(spec, {}).total_bytes == each.total_bytes
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (17, 33), (576, 48), (151936, 2048)])

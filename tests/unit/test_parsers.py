@@ -22,6 +22,7 @@ from answer_texts import (
     read,
     vocabulary,
 )
+from examples import examples
 from proa.parsers.calls import Tools
 from proa.parsers.choose import HARMONY
 from proa.parsers.events import ChoiceParser
@@ -131,7 +132,7 @@ def test_half_a_call_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", ["hermes", HARMONY])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_tokens_of_one_chunk_are_counted_one_by_one(name: str, as_tokens: bool, sizes: list[int]) -> None:
     """A server that is behind joins tokens: the end of the reasoning may lie within a chunk."""
@@ -201,7 +202,7 @@ def test_without_tools_calls_are_text(name: str) -> None:
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_no_marker_leaks(name: str, as_tokens: bool, data: st.DataObject) -> None:
     """For any well-formed answer: reasoning, then text and calls in any order, each in its place and whole."""
@@ -255,7 +256,7 @@ def answers(draw: st.DrawFn, name: str) -> list[str]:
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data())
 def test_laws(name: str, as_tokens: bool, data: st.DataObject) -> None:
     """For any answer: chunks do not matter; every word is in the text, the reasoning or a call; arguments are JSON."""

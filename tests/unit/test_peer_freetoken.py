@@ -148,6 +148,7 @@ def import_state(peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
+@pytest.mark.seldom
 def test_freetoken_that_is_not_installed_is_named() -> None:
     done = run_script("--shape=tiny")
     assert (done.returncode, done.stdout) == (1, "")
@@ -183,6 +184,7 @@ def test_a_folder_without_its_wheel_is_named(tmp_path: Path) -> None:
         unpack_all(tmp_path, tmp_path / "site")
 
 
+@pytest.mark.seldom
 def test_hybrid_rows(tmp_path: Path, wheels: Path) -> None:
     write_wheel(wheels, "rich", "1.0", {"rich/broken.py": ""})  # is installed, and stays as it is
     argv = ["--shape=tiny", "--wheels", wheels, "--keep", tmp_path / "keep", "--requests=1,3", "--prompt-tokens=5"]
@@ -216,6 +218,7 @@ def test_hybrid_rows(tmp_path: Path, wheels: Path) -> None:
     assert profile == once * 2, "the profile is taken anew, right before the engine reads it"
 
 
+@pytest.mark.seldom
 def test_no_rates_are_measured_with_all_experts_in_vram(tmp_path: Path, wheels: Path) -> None:
     done = run_script("--shape=tiny", "--wheels", wheels, "--mode=vram", "--requests=2", "--output-tokens=4", "--json")
     assert done.returncode == 0, done.stderr

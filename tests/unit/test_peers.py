@@ -47,6 +47,7 @@ def test_ratios_are_of_rounds() -> None:
     assert (cell.equal_tokens, cell.logit_gap) == (2, 0.5)
 
 
+@pytest.mark.seldom
 @pytest.mark.demo
 @pytest.mark.usefixtures("peers")
 def test_the_moe_file_holds_the_demo(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_copies_never_cause_a_refusal(free_gib: float, context: int | None, kv_m
         assert parts + memory.workspace_bytes + memory.states_bytes <= memory.usable_bytes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(vram_gib=st.floats(6, 100), ram_gib=st.floats(60, 170), experts=st.sampled_from(["auto", "64", "none"]))
 def test_copies_never_keep_a_model_off_the_gpu(vram_gib: float, ram_gib: float, experts: str) -> None:
     with_copies, without = (

@@ -207,6 +207,7 @@ def test_rotary_divisors(tmp_path: Path) -> None:
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj"
+MODULES = (O_PROJ, "model.layers.2.mlp.experts.5.down_proj")
 CODED = [
     ("fp8 block", "weight", 0x7F), ("fp8 block", "weight", 0xFF), ("fp8 block", "weight_scale_inv", None),
     ("fp8 block f32", "weight_scale_inv", None), ("fp8 powers", "weight_scale_inv", 0xFF),
@@ -222,9 +223,10 @@ CODED = [
 
 
 @pytest.mark.parametrize(("scheme", "part", "code"), CODED, ids=lambda value: str(value))
-def test_codes_and_their_scales(scheme: str, part: str, code: int | None, tmp_path: Path) -> None:
+@pytest.mark.parts("number", len(MODULES))
+def test_codes_and_their_scales(scheme: str, part: str, code: int | None, number: int | None, tmp_path: Path) -> None:
     folder, _ = make_quantised((SCHEMES | DECODED)[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=96)
-    for module in (O_PROJ, "model.layers.2.mlp.experts.5.down_proj"):
+    for module in MODULES if number is None else MODULES[number : number + 1]:
         whole = (folder / "model.safetensors").read_bytes()
         last: list[int] = []
 

@@ -14,6 +14,7 @@ from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Format, kept_form, layout
 from proa.weights.dummy_names import is_coded
 
+BF16 = frozenset({"BF16"})
 COLUMN_UNIT = 32  # bfloat16 columns are padded to a multiple of it
 
 # A layer's gate and up matrices of all experts are one stack, its down matrices another.
@@ -34,15 +35,29 @@ class PackedSize:
 def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
     """Size of a model's packed weights. stored: the checkpoint's type of each parameter, by Proa's names; empty: all
     bfloat16."""
+    if not stored:
+        return PackedSize(_bf16_bytes(spec), 2 * spec.num_active_params)
     types = _types(stored)
     total = active = 0.0
     for name, shape in spec.params():
-        stored_as = {"BF16"} if not stored or of_heads(name) else types[_stack(name)]
-        padded = (-(-shape[0] // PANEL_ROWS) * PANEL_ROWS,) if _MLP_BIAS.fullmatch(name) else shape
-        nbytes = _bytes(frozenset(stored_as), padded, table=name == "embed.weight" and not spec.tied)
+        nbytes = _packed_bytes(spec, name, shape, BF16 if of_heads(name) else frozenset(types[_stack(name)]))
         total += nbytes
         active += nbytes * _read_share(spec, name)
-    return PackedSize(int(total), int(active) if stored else 2 * spec.num_active_params)
+    return PackedSize(int(total), int(active))
+
+
+def _bf16_bytes(spec: Model) -> int:
+    """Bytes of all weights in bfloat16. A layer's experts are alike: one is counted, since there may be 100,000."""
+    total = sum(_packed_bytes(spec, name, shape, BF16) for name, shape in spec.params(routed=False))
+    for block, ffn in spec.routed.items():
+        expert = ((f"blocks.{block}.ffn.experts.0.{name}", shape) for name, shape in ffn.expert.params())
+        total += ffn.experts * sum(_packed_bytes(spec, name, shape, BF16) for name, shape in expert)
+    return total
+
+
+def _packed_bytes(spec: Model, name: str, shape: tuple[int, ...], stored: frozenset[str]) -> int:
+    padded = (-(-shape[0] // PANEL_ROWS) * PANEL_ROWS,) if _MLP_BIAS.fullmatch(name) else shape
+    return _bytes(stored, padded, table=name == "embed.weight" and not spec.tied)
 
 
 def mixed_stacks(spec: Model, stored: Mapping[str, str]) -> dict[str, set[str]]:
