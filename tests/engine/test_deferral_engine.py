@@ -184,12 +184,15 @@ def test_a_cancelled_prompt_between_decode_steps(load: Load) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pairs_are_counted(device: str, folder: Path, pool: Pool) -> None:
-    """One sequence decodes: of every layer but the last, two of its choices are deferred."""
+    """One sequence decodes: of every layer but the last, two of its choices are deferred. On a GPU a prompt's last
+    chunk of one token, cut off where states are copied, runs the graph of decode."""
     keep: list[Kept] = []
-    engine, _ = make_engine(load_split(folder, pool, Split(0.0, deferred=2), device, keep=keep))
+    model = load_split(folder, pool, Split(0.0, deferred=2), device, keep=keep)
+    engine, _ = make_engine(model)
     engine.submit(request("r", prompts([9])[0], 11))
     finish_all(engine)
     counted = keep[0].hybrid.counters()
     layers = len(keep[0].hybrid.layers)
-    assert counted.deferred == 10 * (layers - 1) * 2
+    steps = 11 if device == "cuda" and model.spec.recurrent else 10
+    assert counted.deferred == steps * (layers - 1) * 2
     assert 0 < counted.deferred_s < counted.moe_s

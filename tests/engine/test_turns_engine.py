@@ -482,7 +482,6 @@ def test_a_pool_of_states(load: Callable[[str, str], Loaded]) -> None:
 def test_a_prompt_is_cut_only_beside_decode(
     decoding: bool, lengths: list[int], load: Callable[[str, str], Loaded]
 ) -> None:
-    """Seen: after another request had ended, a prompt was cut as if that one still decoded."""
     case, launched = case_of(load("torch", "qwen3-moe"), rows=200), list[int]()
     case.engine.submit(request("before", prompt(3), 4))
     finish_all(case.engine)
