@@ -118,7 +118,7 @@ def test_decode_graphs_are_captured_before_ready(loaded: tuple[Plan, Engine, Rea
     assert tried[0].done_bytes == 0 < tried[0].total_bytes
     executor = engine.runner.executor
     captured = dict(executor._graphs)  # type: ignore[attr-defined]
-    assert set(captured) == {(1, 1), (2, 1), (4, 1)}
+    assert {key[:2] for key in captured} == {(1, 1), (2, 1), (4, 1)}
     engine.submit(asks("first", [5, 6, 7], 8))
     while engine.has_work:
         engine.step()
