@@ -37,7 +37,9 @@ def step_of(rng: torch.Generator, tokens: int, size: JobSize, resident: float, p
     """A job for each layer. Rows are padding in all layers or in none."""
     jobs = [random_job(rng, tokens, size, resident) for _ in range(LAYERS)]
     for job in jobs:
-        job.ids[:, 0].clamp_(min=0)  # a real row has an expert
+        for ids in job.ids:
+            if ids[0] < 0:  # a real row has an expert, and each one once
+                ids[0] = min(set(range(size.top_k + 1)) - set(ids.tolist()))
         job.ids[tokens - padding :] = -1
         job.up_address[tokens - padding :] = 0
     return jobs
