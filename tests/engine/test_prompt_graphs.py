@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from engines import load_decoder
 from hybrid_engines import Split, load_split
 from on_host import HostQueue, host_executor
 from proa.cache.pool import allocate_pool
-from proa.engine.executors import graphs
 from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.engine.executors.executor import Executor
 from proa.native.pool import Pool
@@ -24,7 +24,7 @@ from proa.types import Sampling
 from tiny import make_tiny
 
 PAGES, PAGE_TOKENS, RUNNING, ROWS = 64, 4, 3, 100
-LIMITS = StepLimits(ROWS, RUNNING, 80, PAGE_TOKENS, 128)
+LIMITS = StepLimits(ROWS, RUNNING, 80, PAGE_TOKENS, 128, prompt_rows=sizes.prompt_rows(ROWS))
 GREEDY = Sampling(max_tokens=1, temperature=0.0)
 TEXTS = [torch.randint(3, 250, (80,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(RUNNING)]
 # Of each step, (sequence, from, to) of its spans: sizes 32, 64 and none (70 and more rows), several prompts, prompts
@@ -33,7 +33,7 @@ STEPS: list[list[tuple[int, int, int]]] = [
     [(0, 0, 20)], [(1, 0, 33)], [(0, 20, 21), (2, 0, 9)], [(0, 21, 50)], [(1, 33, 34), (0, 50, 79), (2, 9, 11)],
     [(2, 11, 80)], [(0, 0, 31), (1, 0, 31)], [(1, 31, 32), (0, 31, 32)],
 ]  # fmt: skip
-Make = Callable[[], Executor[Any]]
+Make = Callable[[StepLimits], Executor[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def make(request: pytest.FixtureRequest, folder: Path, pool: Pool) -> Make:
     """Makes executors of one model; on a GPU with this share of the experts in VRAM."""
     if request.param != "host":
-        return lambda: load_split(folder, pool, Split(request.param), "cuda").make(LIMITS, PAGES)
+        return lambda limits: load_split(folder, pool, Split(request.param), "cuda").make(limits, PAGES)
     decoder = load_decoder(folder, torch.bfloat16).decoder
     assert decoder is not None
     spec = decoder.spec
-    return lambda: host_executor(
-        decoder, allocate_pool(spec, PAGES, PAGE_TOKENS, torch.bfloat16, sequences=RUNNING), LIMITS
+    return lambda limits: host_executor(
+        decoder, allocate_pool(spec, PAGES, PAGE_TOKENS, torch.bfloat16, sequences=RUNNING), limits
     )
 
 
@@ -73,15 +73,15 @@ def logits(executor: Executor[Any], steps: Sequence[Sequence[tuple[int, int, int
     return found
 
 
-def test_graphs_compute_what_single_launches_do(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_compute_what_single_launches_do(make: Make) -> None:
     """The first round launches ops, the others replay graphs: of the same kernels, so the bits are equal."""
-    executor = make()
+    executor = make(LIMITS)
     first, second, third = (logits(executor, STEPS) for _ in range(3))
     for one, two, three in zip(first, second, third, strict=True):
         torch.testing.assert_close(two, one, rtol=0, atol=0)
         torch.testing.assert_close(three, one, rtol=0, atol=0)
-    monkeypatch.setattr(graphs, "prompt_rows", lambda most: ())
-    for padded, exact in zip(first, logits(make(), STEPS), strict=True):
+    alone = make(replace(LIMITS, prompt_rows=()))
+    for padded, exact in zip(first, logits(alone, STEPS), strict=True):
         assert (padded - exact).norm() <= 0.02 * exact.norm()
 
 
@@ -105,7 +105,6 @@ def test_a_size_is_captured_when_it_comes_again(folder: Path, monkeypatch: pytes
 
 
 def test_sizes() -> None:
-    assert graphs.prompt_sizes(LIMITS, deterministic=True) == ()
-    assert graphs.prompt_sizes(LIMITS, deterministic=False) == (32, 64)
+    assert sizes.prompt_rows(ROWS) == (32, 64)
     assert sizes.prompt_rows(31) == ()
     assert sizes.prompt_rows(4096) == sizes.PROMPT_ROWS

@@ -11,11 +11,11 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
                   page_tokens, state_copies} of RAM; kv_pages and state_copies count those in VRAM too
     gpus         of each rank {rank, host, index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement,
                   blocks, experts, expert_bytes, owners, resident, spare, co_fetch, co_fetch_half, read_ahead,
-                  ring_bytes, prefill, doorbell, fp8_activations, deferred, inclusive, device, gpu_only}; none without a
-                  GPU; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes,
-                  dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes, states_bytes,
-                  ring_bytes}; blocks, experts, expert_bytes, owners and resident have one entry per MoE layer;
-                  owners: each expert's rank, -1 for the CPU
+                  ring_bytes, prefill, doorbell, fp8_activations, deferred, inclusive, prompt_graphs, device, gpu_only};
+                  none without a GPU; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
+                  dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
+                  states_bytes, ring_bytes}; blocks, experts, expert_bytes, owners and resident have one entry per MoE
+                  layer; owners: each expert's rank, -1 for the CPU
                   gpus also have save_counts and trace: paths of output files, or null
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]

@@ -107,6 +107,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy
     deferred: int = 0  # of a decoded token's experts, the most that the CPU adds one MoE layer later; lossy
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
+    prompt_graphs: bool = False  # short prompts are computed by graphs
     save_counts: str | None = None  # file for expert counts; None: not asked for
     trace: str | None = None  # file for the counts of each look (hybrid/trace.py); for benchmarks
 

@@ -31,6 +31,7 @@ from proa.plan.vram import (
     linear_bytes,
     loading_bytes,
     process_bytes,
+    prompt_graphs_bytes,
     vram_demand,
 )
 from proa.types import Decision
@@ -126,7 +127,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
 
     Raises UsageError for experts and contexts that the model does not have, ResourceError if they do not fit.
     """
-    asked, running = case.options.gpus, case.options.scheduler.max_running
+    asked = case.options.gpus
     layers = moe_layers(case.spec, case.stored)
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
@@ -138,9 +139,11 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
     placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, budget_bytes, batch_tokens, fitted)
     experts_bytes = resident_bytes(layers, placed.resident)
+    total_bytes = sum(layer.total_bytes for layer in layers)
+    beside = left_bytes - total_bytes if experts_bytes == total_bytes else 0
+    need, graphs = _with_prompt_graphs(case, gpu, need, batch_tokens, beside)
     if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
-    total_bytes = sum(layer.total_bytes for layer in layers)
     in_ram_bytes = total_bytes if placed.inclusive else total_bytes - experts_bytes
     if not placed.inclusive and in_ram_bytes > room.exclusive_bytes:
         raise _ram_refusal(case, in_ram_bytes, room.exclusive_bytes, experts_bytes)
@@ -165,31 +168,48 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         read_ahead=asked.read_ahead == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
+        prompt_graphs=graphs,
         save_counts=asked.save_expert_counts if layers else None,
     )
-    memory = MemoryBudget(
-        free_bytes=case.machine.available_bytes,
-        reserve_bytes=case.machine.available_bytes - case.usable_bytes,
-        weights_bytes=in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive),
-        kv_bytes=0,
-        workspace_bytes=host_workspace_bytes(case.spec, running, batch_tokens),
-        loading_bytes=loading_bytes(layers, placed.inclusive),
-        process_bytes=process_bytes(gpu.simulated),
-        simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
-    )
+    weights_bytes = in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive)
+    memory = _ram_budget(case, plan, weights_bytes, loading_bytes(layers, placed.inclusive), batch_tokens)
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
     rows += _off_rows(asked, plan)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
     return Split(plan, memory, need, fitted, (*rows, *ring_rows), ring.pass_tokens)
 
 
+def _ram_budget(
+    case: Case, plan: GpuPlan, weights_bytes: int, loading_bytes: int, batch_tokens: int
+) -> MemoryBudget:  # fmt: skip
+    return MemoryBudget(
+        free_bytes=case.machine.available_bytes,
+        reserve_bytes=case.machine.available_bytes - case.usable_bytes,
+        weights_bytes=weights_bytes,
+        kv_bytes=0,
+        workspace_bytes=host_workspace_bytes(case.spec, case.options.scheduler.max_running, batch_tokens),
+        loading_bytes=loading_bytes,
+        process_bytes=process_bytes(plan.simulated),
+        simulated_vram_bytes=plan.vram.used_bytes if plan.simulated else 0,
+    )
+
+
+def _with_prompt_graphs(
+    case: Case, gpu: Gpu, need: Demand, batch_tokens: int, left_bytes: int
+) -> tuple[Demand, bool]:  # fmt: skip
+    """The demand with graphs of short prompts, if there are any. left_bytes: of VRAM beside all experts; 0 if some are
+    in RAM, since prompts are then not computed whole. None with --deterministic: kernels depend on the rows that
+    prompts are padded to."""
+    nbytes = prompt_graphs_bytes(case.spec, batch_tokens)
+    if gpu.simulated or case.options.scheduler.deterministic or not 0 < nbytes <= left_bytes:
+        return need, False
+    return replace(need, workspace_base_bytes=need.workspace_base_bytes + nbytes), True
+
+
 def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
     """The case for VRAM: its demand, usable bytes and name."""
     page_tokens, running, kept = case.options.cache.page_tokens, case.options.scheduler.max_running, _kept(case, gpu)
-    need = vram_demand(
-        case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes,
-        prompt_graphs=not case.options.scheduler.deterministic,
-    )  # fmt: skip
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
     if case.options.gpus.fp8_activations:
         need = with_fp8(need, case.spec, batch_tokens, running)
     if not gpu.simulated:

@@ -100,7 +100,8 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
 
 
 def prompt_graphs_bytes(spec: Model, batch_tokens: int) -> int:
-    """Bytes of the graphs of steps with prompts, and of the activations of the largest one, in the graphs' pool."""
+    """Bytes of the graphs of whole steps with prompts, and of the activations of the largest one, in the graphs' pool.
+    vram_demand does not count them: they are made where they fit."""
     rows = sizes.prompt_rows(batch_tokens)
     if not rows:
         return 0
@@ -117,16 +118,14 @@ def _step_nodes(spec: Model) -> int:
 
 def vram_demand(
     spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str],
-    kv_elem_bytes: int = BF16_BYTES, *, prompt_graphs: bool = True,
+    kv_elem_bytes: int = BF16_BYTES,
 ) -> Demand:  # fmt: skip
-    """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`.
-    prompt_graphs: short prompts may be computed by graphs."""
+    """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`."""
     if simulated:  # steps are plain torch: page tables have an int64 for each page of each running request
         base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, stored)
         per_token = -(-8 * max_running // page_tokens)
     else:
         base, per_token = _workspace(spec, page_tokens, max_running, batch_tokens, stored)
-        base += prompt_graphs_bytes(spec, batch_tokens) if prompt_graphs else 0
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from proa.ops.sizes import prompt_rows
 from proa.plan.budget import SCORED_ROWS
 from proa.plan.plan import Plan
 from proa.types import TokenLogprob
@@ -125,7 +126,8 @@ def chunks_of(spans: Sequence[Span], most_rows: int) -> list[list[Span]]:
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
-    which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does."""
+    which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does.
+    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for."""
 
     rows: int
     sequences: int
@@ -134,6 +136,7 @@ class StepLimits:
     head_rows: int
     pass_rows: int = 0
     over_rows: int = 0
+    prompt_rows: tuple[int, ...] = ()
 
     @property
     def rows_in_parts(self) -> int:
@@ -162,4 +165,5 @@ def step_limits(plan: Plan) -> StepLimits:
         head_rows=max(plan.max_running, SCORED_ROWS),
         pass_rows=plan.pass_tokens,
         over_rows=plan.over_tokens,
+        prompt_rows=prompt_rows(plan.max_batch_tokens) if plan.gpu is not None and plan.gpu.prompt_graphs else (),
     )

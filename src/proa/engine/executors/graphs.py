@@ -34,7 +34,7 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
-from proa.ops.sizes import buckets, prompt_rows
+from proa.ops.sizes import buckets
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -83,7 +83,6 @@ class GraphExecutor:
         self._buckets = decode_sizes(limits, deterministic=deterministic)
         # By (sequences, rows of each, the session's variant).
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
-        self._prompt_rows = prompt_sizes(limits, deterministic=deterministic)
         self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
         self._heads: dict[int, Callable[[], None]] = {}
         self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool, as the next
@@ -197,7 +196,7 @@ class GraphExecutor:
     def _padded(self, rows: int) -> Callable[[], None] | None:
         """Launches for so many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
         The first use of a size launches its ops one by one, which compiles and loads what the capture then needs."""
-        size = next((size for size in self._prompt_rows if size >= rows), None)
+        size = next((size for size in self._limits.prompt_rows if size >= rows), None)
         if size is None:
             return None
         run = partial(self._on.run, self._on.inputs, size)
@@ -213,7 +212,7 @@ class GraphExecutor:
 
     def _take_prompt_room(self) -> None:
         """Grow the graphs' pool to the activations of the largest prompt: see _take_room."""
-        nbytes = self._prompt_rows[-1] * row_bytes(self.spec)
+        nbytes = self._limits.prompt_rows[-1] * row_bytes(self.spec)
         torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
     def _launch_in_parts(self, step: GraphStep) -> None:
@@ -430,12 +429,6 @@ def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
     """Numbers of sequences that a decode step is padded to."""
     most = min(limits.sequences, limits.rows)
     return (most,) if deterministic else buckets(most)
-
-
-def prompt_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
-    """Numbers of rows that a whole step with prompts is padded to. Deterministic steps are not padded: kernels depend
-    on the number of rows."""
-    return () if deterministic else prompt_rows(limits.rows)
 
 
 def warm_rows(most: int) -> list[int]:
