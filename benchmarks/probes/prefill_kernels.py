@@ -50,11 +50,11 @@ def measure(asked: argparse.Namespace, folder: str) -> None:
     print(f"steps of {plan.max_batch_tokens} tokens, passes of {plan.pass_tokens}")
     engine = load_engine(plan, lambda loading: None)[0]
     for tokens in asked.tokens:
-        prompts = random_prompts(shape.vocab, 6, tokens, seed=tokens)
-        took_s = [ask(engine, prompt, f"{tokens} {i}") for i, prompt in enumerate(prompts[:5])]
+        *prompts, last = random_prompts(shape.vocab, asked.prompts + 1, tokens, seed=tokens)
+        took_s = [ask(engine, prompt, f"{tokens} {i}") for i, prompt in enumerate(prompts)]
         with profile(activities=[ProfilerActivity.CUDA]) as found:
-            ask(engine, prompts[5], f"{tokens} profiled")
-        print(f"{tokens} tokens: {' '.join(f'{1e3 * s:.0f}' for s in took_s)} ms")
+            ask(engine, last, f"{tokens} profiled")
+        print(f"{tokens} tokens: {' '.join(f'{1e3 * s:.1f}' for s in took_s)} ms")
         rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
         total = sum(row.self_device_time_total for row in rows)
         for row in rows[: asked.rows]:
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--batch", type=int, help="most tokens of a step")
+    parser.add_argument("--prompts", type=int, default=5, help="timed prompts of each length")
     parser.add_argument("--rows", type=int, default=16)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

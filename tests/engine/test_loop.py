@@ -84,7 +84,7 @@ SCRIPTS: list[tuple[Script, list[str]]] = [
 
 @pytest.mark.parametrize(("script", "done"), SCRIPTS)
 def test_pages_are_checked_when_no_request_can_wait_for_it(script: Script, done: list[str]) -> None:
-    """Seen: an engine with 10^5 pages checked them after each request, and the next one waited 10 to 100 ms."""
+    """Seen: an engine with 10^5 pages checked them after each request, and the next one waited 10 to 20 ms."""
     found: list[str] = []
     engine = OneStepEngine(found)
     admission = SimpleNamespace(holds=False, submit=engine.submit, release=list, abort=lambda name: True)
