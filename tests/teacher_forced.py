@@ -83,7 +83,7 @@ def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> T
 
 @dataclass(frozen=True)
 class Computed:
-    """Of all rows of all sequences, in their order. cached: by name, what their tokens left in the caches."""
+    """Logits of all rows of all sequences, in their order, and by name what their tokens left in the caches."""
 
     logits: Tensor
     cached: dict[str, Tensor]

@@ -57,7 +57,7 @@ class Probe:
         return EngineRequest(id=str(next(self.ids)), tokens=tokens, sampling=sampling)
 
     async def first_token_ms(self, count: int) -> float:
-        """Of a new prompt of so many tokens."""
+        """Milliseconds to the first token of a new prompt with `count` tokens."""
         began_s = time.perf_counter()
         async with aclosing(self.engine.generate(self._request(next(self.prompts)[:count]))) as events:
             async for event in events:

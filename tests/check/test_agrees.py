@@ -106,16 +106,36 @@ def test_experts_are_streamed(name: str, tmp_path: Path, monkeypatch: Patch) -> 
     assert [path.name for path in report.observed] == [f"simulated GPU, {path}" for path in names]
 
 
-def test_a_ring_that_the_machine_does_not_give(tmp_path: Path, monkeypatch: Patch) -> None:
-    why = "experts in RAM are computed by the CPU: the driver refused"
+@pytest.mark.parametrize(
+    ("method", "row", "only", "named"),
+    [
+        (
+            "_prompts",
+            Decision("prefill", "auto", "cpu", "experts in RAM are computed by the CPU: the driver refused"),
+            "GPU, prompts streamed", "streamed",
+        ),
+        (
+            "_co_fetch",
+            Decision(
+                "co-fetch", "auto", "off", "the GPU cannot read pinned RAM at the CPU's addresses: the driver refused"
+            ),
+            "experts read over PCIe", "PCIe",
+        ),
+    ],
+    ids=["ring", "read-in-place"],
+)  # fmt: skip
+def test_what_the_machine_does_not_give(
+    method: str, row: Decision, only: str, named: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A part that the start turned off: its paths are skipped, for the start-up table's reason."""
 
     def without(self: SimBuild, bytes_per_s: float) -> None:
-        self._decisions.append(Decision("prefill", "auto", "cpu", why))
+        self._decisions.append(row)
 
-    monkeypatch.setattr(SimBuild, "_prompts", without)
-    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="GPU, prompts streamed")
+    monkeypatch.setattr(SimBuild, method, without)
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only=only)
     assert report.observed == []
-    assert {skipped.why for skipped in report.skipped if "streamed" in skipped.name} == {why}
+    assert {skipped.why for skipped in report.skipped if named in skipped.name} == {row.why}
 
 
 def test_a_path_that_streams_nothing_is_none(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -138,18 +158,6 @@ def test_a_path_that_reads_nothing_in_place_is_none(tmp_path: Path, monkeypatch:
     why = "the CPU computed all experts in RAM: the GPU read none of them in place"
     assert [failed.why for failed in report.failed] == [why]
     assert report.answer is Answer.NO
-
-
-def test_a_machine_whose_gpu_cannot_read_ram(tmp_path: Path, monkeypatch: Patch) -> None:
-    why = "the GPU cannot read pinned RAM at the CPU's addresses: the driver refused"
-
-    def without(self: SimBuild, bytes_per_s: float) -> None:
-        self._decisions.append(Decision("co-fetch", "auto", "off", why))
-
-    monkeypatch.setattr(SimBuild, "_co_fetch", without)
-    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="experts read over PCIe")
-    assert report.observed == []
-    assert {skipped.why for skipped in report.skipped if "PCIe" in skipped.name} == {why}
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *DECODED])

@@ -47,7 +47,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.alone
 def test_deferred_experts_are_measured_beside_the_exact_path(bench: Bench) -> None:
-    """Of the two layers the first one defers one pair of each token."""
+    """The model has two layers; the first one defers one pair of each token."""
     done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=2", "--deferred-experts=1", "--json")
     assert done.returncode == 0, done.stderr
     exact, late = (json.loads(line)["figures"] for line in done.stdout.splitlines())

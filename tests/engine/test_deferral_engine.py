@@ -52,7 +52,7 @@ def texts() -> dict[str, list[int]]:
 
 
 def logits(model: Loaded, **sizes: int) -> dict[str, torch.Tensor]:
-    """Of all rows, with generated tokens."""
+    """Logits of all rows, by request; the answers are generated."""
     _, runner, _ = run(model, texts(), ANSWERS, sizes)
     return {name: torch.stack([rows[at] for at in sorted(rows)]) for name, rows in runner.logits.items()}
 

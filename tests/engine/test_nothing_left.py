@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engines import finish_all, request
+from prefix_engines import wait_until_stored
 from proa.cache import keys
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
@@ -93,7 +94,7 @@ def alternate(engine: Engine) -> None:
     for number, text in enumerate(texts * 2):
         engine.submit(request(f"again {number}", text, 2))
         finish_all(engine)
-        settled(engine)
+        wait_until_stored(engine)
 
 
 def give_up(engine: Engine) -> None:
@@ -105,7 +106,7 @@ def give_up(engine: Engine) -> None:
         ended = any(event.finish for _ in range(steps) if engine.has_work for event in engine.step())
         engine.abort(name)
         finish_all(engine)
-        settled(engine)
+        wait_until_stored(engine)
         check_free(engine)
         steps += 1
     assert steps > 2
@@ -117,15 +118,6 @@ def note(events: list[TokenEvent], here: dict[str, bool]) -> None:
             here.pop(event.id, None)
         elif event.id in here and event.tokens:
             here[event.id] = True
-
-
-def settled(engine: Engine) -> None:
-    """Wait until all pages are stored."""
-    end_s = time.monotonic() + 20
-    while engine.keep_up():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-    engine.scheduler.check()
 
 
 def check_free(engine: Engine) -> None:

@@ -247,7 +247,7 @@ def tries_and_stays(engine: Engine, of: Plan) -> None:
 
 
 def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an engine whose experts move and are co-fetched, so that every step would change something."""
+    """The engine's experts move and are co-fetched, so every step would change something."""
     monkeypatch.setattr(co_fetch, "LEAST_BYTES", 1)
     of = planned(folder)
     (tried, _), (fresh, _) = (load_engine(of, lambda loading: None) for _ in range(2))

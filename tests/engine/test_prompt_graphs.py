@@ -61,7 +61,7 @@ def make(request: pytest.FixtureRequest, folder: Path, pool: Pool) -> Make:
 
 
 def logits(executor: Executor[Any], steps: Sequence[Sequence[tuple[int, int, int]]]) -> list[Tensor]:
-    """Of all rows of each step. The first step of a round writes all positions that later ones read."""
+    """Logits of all rows of each step. A round's first steps write all positions that later ones read."""
     found = []
     for parts in steps:
         spans = [Span(TEXTS[s][a:b], a, list(range(20 * s, 20 * s + 20)), 80, s) for s, a, b in parts]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
+from proa.engine.building.kept_file import write_whole
 from proa.hybrid.choices import Choices
 from proa.machine.files import cpu_name, parse_key_values, read_text
 from proa.models.spec import Model
@@ -83,13 +82,9 @@ def read_kept(folder: Path, key: str, share: float) -> Kept | None:
 
 
 def keep(folder: Path, key: str, kept: Kept) -> str:
-    """Write the file, at once or not at all. Returns why that was not possible; "" if it was."""
-    path = _path(folder, key)
+    """Write the file. Returns why that was not possible; "" if it was."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as new:
-            new.write(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-        os.replace(new.name, path)
+        write_whole(_path(folder, key), msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
     return ""

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 import triton
 
 import proa
+from proa.engine.building.kept_file import write_whole
 from proa.models.spec import Model
 from proa.ops.ahead import Variant
 from proa.plan.plan import Plan
@@ -66,10 +65,7 @@ def kept_or_made(folder: Path, key: str, make: Callable[[], Sequence[Variant]]) 
         log.warning("The list of kernels in %s cannot be read (%s): it is made again.", path, error)
     made = make()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as new:
-            pickle.dump(made, new)
-        os.replace(new.name, path)
+        write_whole(path, pickle.dumps(made))
     except OSError as error:
         log.warning("The list of kernels cannot be kept in %s: %s", folder, error)
     return made
