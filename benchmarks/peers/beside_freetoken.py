@@ -1,6 +1,7 @@
-"""Decoding of random weights by Proa and FreeToken in turns: the same shape, share of experts in VRAM and requests.
+"""Decoding, or the first token of prompts (--prefill), of random weights by Proa and FreeToken in turns: the same shape,
+share of experts in VRAM and requests.
 
-See README.md. Each run is a process of its own that has the machine to itself: `proa bench hybrid`, then
+See README.md. Each run is a process of its own that has the machine to itself: `proa bench hybrid` or `prefill`, then
 run_freetoken.py, which takes FreeToken's own profile first, then Proa again. Reading of RAM is measured between any two
 runs, the link before each of Proa's. Three rounds at least: medians count, and their spread is shown.
 """
@@ -26,9 +27,11 @@ from freetoken_files import FORMATS
 from rich.console import Console
 from rich.table import Table
 
+from proa.bench.asked import parse_numbers
 from proa.bench.hybrid import parse_counts
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.limit import busy_notes, ram_meter
+from proa.bench.prefill import MOST_PROMPT
 from proa.bench.result import commit
 from proa.config.field import option
 from proa.config.options import MachineOptions
@@ -62,6 +65,10 @@ class Options:
     )  # fmt: skip
     format: str = option("bf16", help="format of the weights", choices=FORMATS, common=True)
     requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
+    prefill: str | None = option(
+        None, help="lengths of single prompts: their time to the first token is compared instead of decoding",
+        metavar="LIST", common=True,
+    )  # fmt: skip
     prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 16, common=True)
     output_tokens: int = option(64, help="steps that are timed", low=2, high=1 << 15, common=True)
     cache_share: float = option(
@@ -110,18 +117,40 @@ class Cell:
     freetoken_profiles: list[dict[str, float]]
 
 
-Pair = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]  # requests -> Proa's figures, FreeToken's row
+@dataclass(frozen=True)
+class PromptCell:
+    """Seconds to the first token of prompts of a length, each alone: medians of the rounds. ratio: FreeToken / Proa, so
+    that above 1 Proa is ahead. Spreads as in Cell."""
+
+    mode: str
+    tokens: int
+    proa_ttft_s: float
+    freetoken_ttft_s: float
+    ratio: float
+    ratio_spread: list[float]
+    ratios: list[float]
+    proa_rounds: list[float]
+    freetoken_rounds: list[float]
+    proa_streamed_share: float | None
+    freetoken_resident_share: float
+    freetoken_profiles: list[dict[str, float]]
+
+
+# Requests, or tokens of a prompt -> Proa's figures, FreeToken's row.
+Pair = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
 
 
 def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="beside_freetoken.py", summary="times Proa and FreeToken in turns").options
     modes = parse_modes(options.modes)
-    counts = parse_counts(options.requests)
+    lengths = parse_numbers(options.prefill, "prefill", 2, MOST_PROMPT) if options.prefill else ()
+    counts = lengths or parse_counts(options.requests)
     machine, notes = Machine(), list(busy_notes())
     with _folder(options.keep) as kept:
         pairs = _alternate(options, modes, Path(kept), machine, notes)
     notes += few_rounds(pairs)
-    cells = [cell(mode, count, pairs[mode]) for mode in modes for count in counts if pairs[mode]]
+    one_cell = prompt_cell if lengths else cell
+    cells = [one_cell(mode, count, pairs[mode]) for mode in modes for count in counts if pairs[mode]]
     facts: dict[str, Any] = {"shape": options.shape, "layers": options.layers, "format": options.format}
     facts |= {"commit": commit(), "cpu": probe().cpu}
     facts["peer"] = next((row["peer"] for each in pairs.values() for _, rows in each for row in rows.values()), None)
@@ -176,7 +205,7 @@ def _alternate(
             try:
                 for name, command in commands(options, mode, kept, first=i == 0).items():
                     rows = run_logged(command, kept / f"{i + 1}-{mode}-{name}.log", end - time.monotonic())
-                    found.append(by_requests(rows))
+                    found.append(by_number(rows, "tokens" if options.prefill else "requests"))
                     machine.ram.append(meter().bytes_per_s)
             except ProaError as error:
                 alone = [
@@ -188,26 +217,31 @@ def _alternate(
             slowest_s[mode] = max(slowest_s[mode], time.monotonic() - begin)
             pairs[mode].append((found[0], found[1]))
             for figures in list(found[0].values())[:1]:  # all of a run's are the same
-                machine.pcie += [figures["pcie_bytes_per_s"]] if figures["pcie_bytes_per_s"] else []
-                machine.hbm.append(figures["hbm_bytes_per_s"])
+                pcie = figures.get("upload_bytes_per_s" if options.prefill else "pcie_bytes_per_s")
+                machine.pcie += [pcie] if pcie else []
+                machine.hbm += [figures["hbm_bytes_per_s"]] if "hbm_bytes_per_s" in figures else []
     return pairs
 
 
 def commands(options: Options, mode: str, kept: Path, *, first: bool) -> dict[str, list[str]]:
     """Proa's and FreeToken's; hits are counted in the first round only, for that takes time."""
     resident = {"hybrid": options.cache_share, "cpu": 0, "vram": 100}[mode]
-    common = {
-        "shape": options.shape, "requests": options.requests, "output-tokens": options.output_tokens,
-        "runs": options.runs, "format": options.format,
-    }  # fmt: skip
+    common: dict[str, object] = {"shape": options.shape, "runs": options.runs, "format": options.format}
     common |= {} if options.layers is None else {"layers": options.layers}
-    ours = {**common, "resident": resident, "context": options.prompt_tokens}
-    theirs = {**common, "mode": mode, "prompt-tokens": options.prompt_tokens, "keep": kept / "freetoken"}
-    theirs |= {"cache-share": options.cache_share} | ({} if options.wheels is None else {"wheels": options.wheels})
+    theirs = {**common, "mode": mode, "keep": kept / "freetoken", "cache-share": options.cache_share}
+    theirs |= {} if options.wheels is None else {"wheels": options.wheels}
+    ours = {**common, "resident": resident}
+    if options.prefill:
+        bench, counted = "prefill", list[str]()
+        ours["tokens"] = theirs["prefill"] = options.prefill
+    else:
+        bench, counted = "hybrid", ["--misses"] if first and mode == "hybrid" else []
+        decode = {"requests": options.requests, "output-tokens": options.output_tokens}
+        ours |= {**decode, "context": options.prompt_tokens}
+        theirs |= {**decode, "prompt-tokens": options.prompt_tokens}
     script = Path(__file__).with_name("run_freetoken.py")
-    counted = ["--misses"] if first and mode == "hybrid" else []
     return {
-        "proa": [sys.executable, "-m", "proa.cli.main", "bench", "hybrid", "--json", *_flags(ours)],
+        "proa": [sys.executable, "-m", "proa.cli.main", "bench", bench, "--json", *_flags(ours)],
         "freetoken": [sys.executable, str(script), "--json", *counted, *_flags(theirs)],
     }
 
@@ -241,10 +275,10 @@ def _end_of(log: Path) -> str:
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
 
 
-def by_requests(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Index the figures of Proa's results, or FreeToken's rows, by the number of requests."""
+def by_number(rows: Sequence[dict[str, Any]], of: str) -> dict[int, dict[str, Any]]:
+    """Index the figures of Proa's results, or FreeToken's rows, by their number `of` requests or tokens."""
     flat = [row.get("figures", row) for row in rows]
-    return {int(row["requests"]): row for row in flat}
+    return {int(row[of]): row for row in flat}
 
 
 def cell(mode: str, requests: int, pairs: Sequence[Pair]) -> Cell:
@@ -266,6 +300,22 @@ def cell(mode: str, requests: int, pairs: Sequence[Pair]) -> Cell:
     )  # fmt: skip
 
 
+def prompt_cell(mode: str, tokens: int, pairs: Sequence[Pair]) -> PromptCell:
+    """Raises ProaError if a run has no figures for prompts of this length."""
+    try:
+        ours, theirs = [pair[0][tokens] for pair in pairs], [pair[1][tokens] for pair in pairs]
+    except KeyError:
+        raise ProaError(f"A run in mode {mode} has no result for prompts of {tokens} tokens.") from None
+    our_s, their_s = [float(row["ttft_s_median"]) for row in ours], [float(row["ttft_s"]) for row in theirs]
+    ratios = [b / a for a, b in zip(our_s, their_s, strict=True)]
+    return PromptCell(
+        mode, tokens, median(our_s), median(their_s), median(ratios), spread(ratios), ratios, our_s, their_s,
+        proa_streamed_share=ours[0]["streamed_share"],
+        freetoken_resident_share=theirs[0]["resident_share"],
+        freetoken_profiles=[found for row in theirs if (found := profile(row))],
+    )  # fmt: skip
+
+
 def spread(values: Sequence[float]) -> list[float]:
     return [min(values), max(values)]
 
@@ -278,7 +328,7 @@ def profile(row: Mapping[str, Any]) -> dict[str, float] | None:
     return None
 
 
-def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, notes: Sequence[str]) -> None:
+def _decode_table(cells: Sequence[Cell]) -> Table:
     columns = ("mode", "requests", "Proa\ntokens/s", "FreeToken\ntokens/s", "ratio", "of each\nround", "Proa's\nroof")
     table = Table(*columns, "in VRAM\nProa", "FreeToken\n(hits)", title="decode")
     for c in cells:
@@ -289,9 +339,29 @@ def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, no
             " ".join(f"{ratio:.2f}" for ratio in c.ratios), f"{c.proa_roof_tokens_per_s:.1f}",
             f"{c.proa_resident_share:.1%}", f"{c.freetoken_resident_share:.1%}{hits}",
         )  # fmt: skip
+    return table
+
+
+def _prompts_table(cells: Sequence[PromptCell]) -> Table:
+    columns = ("mode", "tokens", "Proa\nms", "FreeToken\nms", "ratio", "of each\nround", "copied\nby Proa")
+    table = Table(*columns, "in VRAM\nFreeToken", title="first token")
+    for c in cells:
+        copied = "" if c.proa_streamed_share is None else f"{c.proa_streamed_share:.0%}"
+        table.add_row(
+            c.mode, str(c.tokens), f"{1e3 * c.proa_ttft_s:.0f}", f"{1e3 * c.freetoken_ttft_s:.0f}", f"{c.ratio:.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in c.ratios), copied, f"{c.freetoken_resident_share:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _print(
+    cells: Sequence[Cell] | Sequence[PromptCell], facts: Mapping[str, Any], machine: Machine, notes: Sequence[str]
+) -> None:
     console = Console(file=sys.stdout, width=120)
-    if cells:
-        console.print(table)
+    if decode := [one for one in cells if isinstance(one, Cell)]:
+        console.print(_decode_table(decode))
+    if prompts := [one for one in cells if isinstance(one, PromptCell)]:
+        console.print(_prompts_table(prompts))
     for name, rates in (("RAM, read", machine.ram), ("PCIe, to VRAM", machine.pcie), ("VRAM", machine.hbm)):
         if rates:
             console.print(f"{name}, GB/s, between runs: {' '.join(f'{rate / 1e9:.0f}' for rate in rates)}")

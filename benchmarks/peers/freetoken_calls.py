@@ -30,6 +30,8 @@ STRATEGIES = {"hybrid": "hybrid", "cpu": "cpu", "vram": "fused"}  # our name of 
 SETTLE_TOKENS = 32  # of each answer, not timed: reading a prompt empties the expert cache
 WARM_UP_TOKENS = 16  # after those: compiles, tunes
 MISSES_TOKENS = 16
+PROMPT_ANSWER_TOKENS = 2  # of a prompt whose first token is timed
+WARM_UP_PROMPTS = 2  # of each length, not timed
 _QUIET = 1 << 30  # steps between two lines of its log
 _SMALL = 0.2  # of what a layer adds, so that a token's own embedding decides about its experts
 
@@ -46,6 +48,12 @@ class Case:
     counts: tuple[int, ...]  # of requests
     prompt_tokens: int
     output_tokens: int  # that are timed
+    prefill: tuple[int, ...] = ()  # lengths of single prompts whose first token is timed
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of all prompts together that are computed at once."""
+        return max(max(self.counts) * self.prompt_tokens, *self.prefill, 8192)
 
     @property
     def slots(self) -> int:
@@ -174,18 +182,37 @@ class Program:
         begin = time.perf_counter()
         self.llm = timed(module("freetoken.llm").LLM)(str(case.model), dtype=torch.bfloat16, **engine_options(case))
         self.load_s = time.perf_counter() - begin
+        self._began_s = 0.0  # the last requests
 
     def decode(self, requests: int, output_tokens: int) -> Decoded:
         """New random prompts at once. Sampled, not greedy: of the same token's repetition routing would be uneven."""
         made = SETTLE_TOKENS + output_tokens
-        case = self._case
-        prompts = [self._draw.choices(range(3, case.shape.vocab), k=case.prompt_tokens) for _ in range(requests)]
+        return decoded(self._answers(requests, self._case.prompt_tokens, made), made)
+
+    def first_token(self, tokens: int) -> float:
+        """Seconds to the first token of a new random prompt."""
+        (arrivals,) = self._answers(1, tokens, PROMPT_ANSWER_TOKENS)
+        if not arrivals:
+            raise ProaError(f"FreeToken made no token for a prompt of {tokens}.", "See what it wrote above.")
+        return arrivals[0] - self._began_s
+
+    def first_tokens(self, runs: int) -> dict[int, list[float]]:
+        """By length, after two prompts that warm up, as Proa's bench has."""
+        return {
+            tokens: [self.first_token(tokens) for _ in range(WARM_UP_PROMPTS + runs)][WARM_UP_PROMPTS:]
+            for tokens in self._case.prefill
+        }
+
+    def _answers(self, requests: int, prompt_tokens: int, made: int) -> list[list[float]]:
+        """When the tokens of `made` each came, for new random prompts that are sent at once."""
+        prompts = [self._draw.choices(range(3, self._case.shape.vocab), k=prompt_tokens) for _ in range(requests)]
         sampling = self._core.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=made)
         self.llm.pending_requests = [(prompt, sampling, None) for prompt in prompts]
         self.llm.status_map, self.llm.counter, self.llm.arrivals = {}, 0, {}
+        self._began_s = time.perf_counter()
         with suppress(self._finished):
             self.llm.run_forever()
-        return decoded([self.llm.arrivals.get(i, []) for i in range(requests)], made)
+        return [self.llm.arrivals.get(i, []) for i in range(requests)]
 
     def measure(self, runs: int) -> dict[int, list[Decoded]]:
         for count in self._case.counts:
@@ -225,13 +252,14 @@ class Program:
 def engine_options(case: Case) -> dict[str, Any]:
     """As its server would have them, but for room for not much more than these requests."""
     most = max(case.counts)
-    tokens = case.prompt_tokens + SETTLE_TOKENS + max(case.output_tokens, WARM_UP_TOKENS, MISSES_TOKENS) + 1
+    longest = max(case.prompt_tokens, *case.prefill, 0)
+    tokens = longest + SETTLE_TOKENS + max(case.output_tokens, WARM_UP_TOKENS, MISSES_TOKENS) + 1
     options: dict[str, Any] = {
         "moe_strategy": STRATEGIES[case.mode],
         "use_dummy_weight": True,
         "max_running_req": most,
         "cuda_graph_max_bs": most,
-        "max_extend_tokens": max(8192, most * case.prompt_tokens),
+        "max_extend_tokens": case.longest_tokens,
         "num_token_override": max(16384, 4 * most * tokens),  # old prompts stay a while
         "max_seq_len_override": max(4096, tokens),
         "moe_cpu_threads": case.threads,

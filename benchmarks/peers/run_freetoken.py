@@ -24,7 +24,9 @@ from freetoken_files import FORMATS, provide, write_model
 from rich.console import Console
 from rich.table import Table
 
+from proa.bench.asked import parse_numbers
 from proa.bench.hybrid import parse_counts
+from proa.bench.prefill import MOST_PROMPT
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
 from proa.config.field import option
@@ -71,6 +73,10 @@ class Options:
         None, help="CPU workers; default: its own choice, or two cores fewer where its bench finds that faster",
         low=1, high=4096, common=True,
     )  # fmt: skip
+    prefill: str | None = option(
+        None, help="lengths of single prompts whose first token is timed, instead of decoding", metavar="LIST",
+        common=True,
+    )  # fmt: skip
     misses: bool = option(False, help="count how often the cache misses, too, after the timed runs", common=True)
     json: bool = option(False, help="one object a number of requests instead of a table", common=True)
 
@@ -107,13 +113,38 @@ class Row:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class PromptRow:
+    """One length of prompts, each alone: seconds to the first token, median and all of `runs`. The rest as in Row."""
+
+    peer: str
+    shape: str
+    layers: int
+    format: str
+    mode: str
+    tokens: int
+    ttft_s: float
+    ttft_s_runs: list[float]
+    resident_share: float
+    fetch_share: float | None
+    cpu_threads: int | None
+    cpu_isa: str | None
+    attention: str
+    load_s: float
+    vram_bytes: int
+    rates: list[dict[str, Any]]
+    cpu: str
+    notes: list[str]
+
+
 def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="run_freetoken.py", summary="times FreeToken on random weights").options
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
-    counts = parse_counts(options.requests)
+    counts = (1,) if options.prefill else parse_counts(options.requests)
+    lengths = parse_numbers(options.prefill, "prefill", 2, MOST_PROMPT) if options.prefill else ()
     with _folder(options.keep) as kept, redirect_stdout(sys.stderr):  # it prints, too
         notes = list(busy_notes())
-        rows = _measure(options, shape, counts, Path(kept), notes)
+        rows = _measure(options, shape, counts, lengths, Path(kept), notes)
     if options.json:
         sys.stdout.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     else:
@@ -125,8 +156,9 @@ def _folder(keep: str | None) -> AbstractContextManager[str]:
 
 
 def _measure(
-    options: Options, shape: ModelShape, counts: tuple[int, ...], kept: Path, notes: list[str]
-) -> list[Row]:  # fmt: skip
+    options: Options, shape: ModelShape, counts: tuple[int, ...], lengths: tuple[int, ...], kept: Path,
+    notes: list[str],
+) -> list[Row] | list[PromptRow]:  # fmt: skip
     notes += provide(options.wheels, kept)
     peer = f"FreeToken {version()}"
     module("freetoken.llm")  # what is missing is said before anything is measured
@@ -135,8 +167,18 @@ def _measure(
     rates = [] if options.mode == "vram" else _rates(kept, model, options)
     threads = options.threads or pick_threads(rates, options.mode)
     share = options.cache_share / 100
-    case = Case(model, shape, options.mode, share, threads, counts, options.prompt_tokens, options.output_tokens)
+    case = Case(
+        model, shape, options.mode, share, threads, counts, options.prompt_tokens, options.output_tokens, lengths
+    )
     program = Program(case)
+    if lengths:
+        firsts = program.first_tokens(options.runs)
+        common = dict(peer=peer, rates=rates, cpu=probe().cpu, notes=notes, shape=shape.name, layers=shape.layers,
+                      format=options.format, mode=options.mode, **program.facts())  # fmt: skip
+        return [
+            PromptRow(tokens=tokens, ttft_s=median(seconds), ttft_s_runs=seconds, **common)
+            for tokens, seconds in firsts.items()
+        ]
     measured = program.measure(options.runs)
     facts = program.facts()
     return [
@@ -195,17 +237,31 @@ def pick_threads(rates: Sequence[dict[str, Any]], mode: str) -> int:
     return int(best.get("asked_threads", 0))
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[Row] | Sequence[PromptRow]) -> None:
+    console = Console(file=sys.stdout, width=120)
+    if isinstance(rows[0], PromptRow):
+        console.print(_prompts_table([row for row in rows if isinstance(row, PromptRow)]))
+    else:
+        console.print(_decode_table([row for row in rows if isinstance(row, Row)]))
+    for note in rows[0].notes:
+        console.print(f"note: {note}")
+
+
+def _prompts_table(rows: Sequence[PromptRow]) -> Table:
+    table = Table("mode", "tokens", "first token, ms", "in VRAM", title=rows[0].peer)
+    for row in rows:
+        table.add_row(row.mode, str(row.tokens), f"{1e3 * row.ttft_s:.1f}", f"{row.resident_share:.1%}")
+    return table
+
+
+def _decode_table(rows: Sequence[Row]) -> Table:
     table = Table("mode", "requests", "tokens/s", "ms a step", "in VRAM", "hits", "CPU workers", title=rows[0].peer)
     for row in rows:
         table.add_row(
             row.mode, str(row.requests), f"{row.tokens_per_s:.1f}", f"{row.step_ms:.2f}", f"{row.resident_share:.1%}",
             "" if row.hit_share is None else f"{row.hit_share:.1%}", str(row.cpu_threads or ""),
         )  # fmt: skip
-    console = Console(file=sys.stdout, width=120)
-    console.print(table)
-    for note in rows[0].notes:
-        console.print(f"note: {note}")
+    return table
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What do the server and constraints cost? Medians of pairs, measured in turns on one engine:
 
-  streams    tokens/s of 64 streams of --tokens each over HTTP, against the engine's own (its events, without text)
+  streams    tokens/s of 64 streams of --tokens each over HTTP, against the engine's own (its events, without text) for
+             requests that reach it at the times at which those over HTTP did
   first      milliseconds to the first token (max_tokens 1) over HTTP, against the engine's own
   masks      tokens/s of 16 streams with a JSON Schema, against 16 without
   compiling  milliseconds that a constraint adds to the first token: a schema seen before, and a new one of 50 KB
@@ -20,7 +21,7 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
@@ -31,7 +32,7 @@ from proa.config.parse import from_keywords
 from proa.llm import AsyncLLM
 from proa.server.listen import bind
 from proa.server.run import Shutdown, serve_on
-from proa.types import Constraint, EngineRequest, Sampling, SamplingParams
+from proa.types import Constraint, EngineRequest, Sampling, SamplingParams, TokenEvent
 
 STREAMS, CONSTRAINED, TOKENS = 64, 16, 64
 SINGLE = 3  # pairs of single requests per round
@@ -89,27 +90,40 @@ def http_request(tokens: int) -> bytes:
 class Probe:
     def __init__(self, llm: AsyncLLM, orders: Connection, stream_tokens: int) -> None:
         self._llm, self._orders, self._count, self._stream_tokens = llm, orders, 0, stream_tokens
+        self._generate = llm.engine.generate
+        self._arrivals = list[float]()  # perf_counter of requests of the last batch over HTTP, at the engine's client
+
+    def _arrived(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        self._arrivals.append(time.perf_counter())
+        return self._generate(request)
 
     async def over_http(self, requests: int, tokens: int) -> tuple[float, float]:
         """Seconds to the first data and to the end."""
+        self._llm.engine.generate = self._arrived  # type: ignore[method-assign]
+        self._arrivals = []
         self._orders.send([http_request(tokens) for _ in range(requests)])
         answer: tuple[float, float] = await asyncio.to_thread(self._orders.recv)
         return answer
 
     async def by_engine(self, requests: int, tokens: int) -> tuple[float, float]:
-        """Seconds to the first token and to the end, of requests sent directly to the engine: no HTTP, no detokenizing."""
+        """Seconds to the first token and to the end, of requests sent directly to the engine: no HTTP, no detokenizing.
+        They begin at the intervals at which the last batch over HTTP reached the engine: how many requests share a step
+        is then no difference between the two."""
         prompts = [self._llm.tokenize(prompt()) for _ in range(requests)]
         began, first = time.perf_counter(), list[float]()
+        spread = self._arrivals if len(self._arrivals) == requests else [0.0] * requests
+        delays = [at - min(spread) for at in sorted(spread)]
 
-        async def one(ids: list[int]) -> None:
+        async def one(ids: list[int], delay_s: float) -> None:
+            await asyncio.sleep(began + delay_s - time.perf_counter())
             self._count += 1
             asked = EngineRequest(id=f"probe-{self._count}", tokens=ids, sampling=Sampling(max_tokens=tokens))
-            async with aclosing(self._llm.engine.generate(asked)) as events:
+            async with aclosing(self._generate(asked)) as events:
                 async for _ in events:
                     if not first:
                         first.append(time.perf_counter() - began)
 
-        await asyncio.gather(*(one(ids) for ids in prompts))
+        await asyncio.gather(*map(one, prompts, delays))
         return first[0], time.perf_counter() - began
 
     async def answers(self, requests: int, tokens: int, constraint: Constraint | None) -> tuple[float, float]:
@@ -130,13 +144,13 @@ class Probe:
 
     async def streams(self, rounds: int) -> None:
         each = self._stream_tokens
-        seconds = await in_turns(rounds, lambda: self.by_engine(STREAMS, each), lambda: self.over_http(STREAMS, each))
-        engine, http = ([STREAMS * each / whole for _, whole in way] for way in seconds)
+        seconds = await in_turns(rounds, lambda: self.over_http(STREAMS, each), lambda: self.by_engine(STREAMS, each))
+        http, engine = ([STREAMS * each / whole for _, whole in way] for way in seconds)
         report(f"streams of {each}", "tokens/s", engine, http)
 
     async def first(self, rounds: int) -> None:
-        seconds = await in_turns(rounds * SINGLE, lambda: self.by_engine(1, 1), lambda: self.over_http(1, 1))
-        engine, http = ([1000 * first for first, _ in each] for each in seconds)
+        seconds = await in_turns(rounds * SINGLE, lambda: self.over_http(1, 1), lambda: self.by_engine(1, 1))
+        http, engine = ([1000 * first for first, _ in each] for each in seconds)
         report("first", "ms", engine, http)
 
     async def masks(self, rounds: int) -> None:

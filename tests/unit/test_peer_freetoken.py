@@ -227,6 +227,28 @@ def test_no_rates_are_measured_with_all_experts_in_vram(tmp_path: Path, wheels: 
     assert row["rates"] == []
 
 
+def test_first_tokens_of_prompts(tmp_path: Path, wheels: Path) -> None:
+    argv = ["--shape=tiny", "--wheels", wheels, "--mode=vram", "--prefill=5,9", "--runs=3", "--json"]
+    done = run_script(*argv)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["tokens"] for row in rows] == [5, 9]
+    for row in rows:
+        assert len(row["ttft_s_runs"]) == 3
+        assert row["ttft_s"] == sorted(row["ttft_s_runs"])[1] >= 0.002
+        assert (row["mode"], row["resident_share"]) == ("vram", 1.0)
+
+
+@pytest.mark.usefixtures("peers")
+def test_a_long_prompt_is_one_chunk(tmp_path: Path) -> None:
+    """FreeToken reads each expert once a chunk: shorter chunks would make it slower than it is."""
+    from freetoken_calls import Case, engine_options
+
+    options = engine_options(Case(tmp_path, TINY, "vram", 1.0, 0, (1,), 100, 50, (512, 65536)))
+    assert options["max_extend_tokens"] == 65536
+    assert options["max_seq_len_override"] > 65536
+
+
 @pytest.mark.usefixtures("peers")
 def test_a_cache_smaller_than_a_layer_is_refused(tmp_path: Path) -> None:
     from freetoken_calls import Case, engine_options
@@ -371,6 +393,21 @@ def test_both_engines_get_the_same_options(beside: ModuleType, tmp_path: Path, m
     assert "--misses" not in beside.commands(asked, mode, tmp_path, first=False)["freetoken"]
 
 
+def test_prompts_are_compared_at_equal_lengths(beside: ModuleType, tmp_path: Path) -> None:
+    from run_freetoken import Options
+
+    from proa.cli.bench_prefill import PrefillCommand
+
+    asked = beside.Options(shape="tiny", layers=1, prefill="64,512", cache_share=12.5, runs=4)
+    made = beside.commands(asked, "hybrid", tmp_path, first=True)
+    ours = parse(PrefillCommand, made["proa"][5:], prog="proa", summary="s").options
+    theirs = parse(Options, made["freetoken"][2:], prog="f", summary="s").options
+    assert made["proa"][1:5] == ["-m", "proa.cli.main", "bench", "prefill"]
+    assert ours.bench.tokens == theirs.prefill == "64,512"
+    assert (ours.bench.shape, ours.bench.layers, ours.bench.runs) == (theirs.shape, theirs.layers, theirs.runs)
+    assert (ours.bench.resident, theirs.cache_share, theirs.misses) == (12.5, 12.5, False)
+
+
 def printing(*rows: dict[str, Any]) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.stdout.write({''.join(json.dumps(r) + chr(10) for r in rows)!r})"]
 
@@ -426,6 +463,22 @@ def test_medians_and_ratios(
     assert hybrid["peer"] == "FreeToken 0"
     assert hybrid["machine"] == {"ram": [1e9] * 13, "pcie": [5e10] * 6, "hbm": [4e12] * 6}
     assert hybrid["notes"] == []
+
+
+def test_times_to_the_first_token(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def pair(ours_s: float, theirs_s: float) -> dict[str, list[str]]:
+        figures = {"tokens": 64.0, "ttft_s_median": ours_s, "streamed_share": 0.25, "upload_bytes_per_s": 5e10}
+        row = freetoken_row(1.0) | {"tokens": 64, "ttft_s": theirs_s}
+        return {"proa": printing({"figures": figures}), "freetoken": printing(row)}
+
+    made = [pair(0.2, 0.5), pair(0.25, 0.25), pair(0.1, 0.2)]
+    run_beside(beside, monkeypatch, made, f"--keep={tmp_path}", "--prefill=64", "--modes=hybrid")
+    (cell,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (cell["mode"], cell["tokens"], cell["proa_ttft_s"], cell["freetoken_ttft_s"]) == ("hybrid", 64, 0.2, 0.25)
+    assert (cell["ratios"], cell["ratio"]) == ([2.5, 1.0, 2.0], 2.0)
+    assert (cell["proa_streamed_share"], cell["machine"]["pcie"]) == (0.25, [5e10] * 3)
 
 
 def test_fewer_than_three_rounds_are_refused(beside: ModuleType) -> None:
