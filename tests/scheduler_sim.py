@@ -103,6 +103,7 @@ class FakeEngine:
         self.kernels_table = torch.zeros(limits.num_slots, limits.context_tokens + 9, dtype=torch.int32)
         self.page_table = PageTable(self.kernels_table)
         self.finished: list[str] = []
+        self.passes = 0  # streamed steps with cells of several prompts
 
     def submit(self, request: EngineRequest) -> None:
         self.scheduler.submit(request)
@@ -271,7 +272,7 @@ class FakeEngine:
         self._check_phase(plan)
         limits, ids = self.limits, [item.request.id for item in plan.items]
         assert len(set(ids)) == len(ids)
-        assert plan.num_tokens <= limits.max_batch_tokens
+        assert plan.num_tokens <= max(limits.max_batch_tokens, limits.pass_tokens)
         assert len(ids) <= limits.max_running
         assert len({item.request.state_slot for item in plan.items}) == len(ids)
         assert all(0 <= item.request.state_slot < limits.num_slots for item in plan.items)
@@ -337,7 +338,7 @@ class FakeEngine:
         for position in range(item.start + item.num_tokens):
             state = digest(state, tokens[position])
             if position >= item.start:
-                self.pool[self._slot(pages, position)] = (tokens[position], state, self._kernel(item))
+                self.pool[self._slot(pages, position)] = (tokens[position], state, self._kernel(item, position))
             want = tokens[position], state, self._fixed_kernel(item.request, position)
             assert self.pool[self._slot(pages, position)] == want, "stale page, another request's, or another kernel"
         if self.recurrent:
@@ -350,13 +351,17 @@ class FakeEngine:
                 sampled.append(next_token(state))
         return sampled
 
-    def _kernel(self, item: StepItem) -> str:
-        """Name of the kernel that the bits of the item's rows depend on; "" if phases are free."""
+    def _kernel(self, item: StepItem, position: int) -> str:
+        """Name of the kernel that the bits of this row of the item depend on; "" if phases are free."""
         if self.phases is None:
             return ""
         if item.start >= item.request.num_prompt:
             return "decode"
-        return "prompt" if self.phases.cell_tokens is None else f"prompt {item.start} {item.num_tokens}"
+        if self.phases.cells is None:
+            return "prompt"
+        start = max(item.start, position - position % self.phases.cells.tokens)
+        end = position - position % self.phases.cells.tokens + self.phases.cells.tokens
+        return f"prompt {start} {min(end, item.start + item.num_tokens) - start}"
 
     def _fixed_kernel(self, request: Request, position: int) -> str:
         """The kernel that must have computed this position, which depends on the request alone."""
@@ -364,19 +369,30 @@ class FakeEngine:
             return ""
         if position >= request.num_prompt:
             return "decode"
-        if self.phases.cell_tokens is None:
+        if self.phases.cells is None:
             return "prompt"
-        start = position - position % self.phases.cell_tokens
-        return f"prompt {start} {min(self.phases.cell_tokens, request.num_prompt - start)}"
+        start = position - position % self.phases.cells.tokens
+        return f"prompt {start} {min(self.phases.cells.tokens, request.num_prompt - start)}"
 
     def _check_phase(self, plan: StepPlan) -> None:
-        """With fixed phases, a step must have rows of one phase, and only one request if phases say so."""
+        """With fixed phases, a step must have rows of one phase, and only one request if phases say so. Cells are all
+        streamed, or there is only one."""
         if self.phases is None:
             return
-        decodes = {item.start >= item.request.num_prompt for item in plan.items}
-        assert len(decodes) == 1
-        if self.phases.one_decode if decodes.pop() else self.phases.one_chunk:
-            assert len(plan.items) == 1
+        (decodes,) = {item.start >= item.request.num_prompt for item in plan.items}
+        if decodes:
+            assert len(plan.items) == 1 or not self.phases.one_decode
+        elif (cells := self.phases.cells) is not None:
+            firsts = [
+                (first, item.request.num_prompt)
+                for item in plan.items
+                for first in range(item.start, item.start + item.num_tokens, cells.tokens)
+            ]
+            (streamed,) = {cells.streams(*first) for first in firsts}
+            most = max(1, self.limits.prefill_tokens(None, turns=True) // cells.tokens) if streamed else 1
+            assert len(firsts) <= most
+            assert not (streamed and plan is self.scheduler.over), "a step that overtakes is no pass"
+            self.passes += streamed and len(plan.items) > 1
 
     def _advance_state(self, item: StepItem, state_slot: int, want: int) -> None:
         """Advance the state in the request's slot by the item's tokens; it must be that of the whole prefix."""

@@ -52,6 +52,15 @@ def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
     assert "note: prefill rates: " in out
 
 
+def test_long_prompts_are_streamed_with_deterministic(bench: Bench) -> None:
+    """Whole cells, of 64 tokens here, are; a short prompt's experts are computed by the CPU."""
+    code, out, err = bench("--tokens=40,320", "--deterministic", "--max-batch-tokens=64", "--json")
+    assert code == 0, err
+    short, long = (json.loads(line)["figures"] for line in out.splitlines())
+    assert (short["streamed_bytes"], short["streamed_share"]) == (0, None)
+    assert (long["streamed_bytes"], long["streamed_share"]) == (2 * 8 * 3 * 64 * 32 * 2, 1.0)
+
+
 def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
     code, out, err = bench("--tokens=40", "--mode=cpu", "--json")
     assert code == 0, err

@@ -18,6 +18,8 @@ from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
+from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
+from proa.ops.sizes import RING_BANKS
 from proa.types import EngineRequest, Sampling
 from quick_plan import prepare
 from tiny import make_tiny
@@ -26,6 +28,7 @@ CONTEXT = 448
 STEM = [(7 * i) % 200 + 20 for i in range(CONTEXT)]
 LEAST = 2  # schedules, so that a request finds pages of an earlier one
 PAGES = 34  # of 16 tokens: little more than one context, so that requests are preempted
+CELL, EXPERTS_PER_BANK = 64, 2
 
 
 @dataclass
@@ -39,7 +42,7 @@ def requests() -> dict[str, EngineRequest]:
     """Prompts of 1 to 390 tokens that share beginnings; greedy, seeded, and one that asks for its prompt's logprobs."""
     prompts = [
         STEM[:33], STEM[:1], [*STEM[:200], 5], [*STEM[:200], 9, 10, 11], STEM[:390], [*STEM[:16], *range(30, 90)],
-        list(range(100, 117)), STEM[:129], [*STEM[:64], *STEM[:64]],
+        list(range(100, 117)), STEM[:129], [*STEM[:64], *STEM[:64]], STEM[:370],
     ]  # fmt: skip
     found = {}
     for i, tokens in enumerate(prompts):
@@ -59,7 +62,15 @@ class Arrival:
     abort_after: int | None  # steps
 
 
-def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
+@dataclass
+class Seen:
+    """The most tokens of one prompt, and the most prompts, in a step of prompts."""
+
+    tokens: int = 0
+    prompts: int = 0
+
+
+def run(engine: Engine, arrivals: Sequence[Arrival], seen: Seen | None = None) -> dict[str, Answer]:
     """Answers of the requests that were not aborted, by index."""
     asked, answers = requests(), dict[str, Answer]()
     aborted = set[str]()
@@ -73,7 +84,11 @@ def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
                 aborted.add(f"{i}")
         if not engine.has_work and step >= max((a.step for a in arrivals), default=0):
             return {number: answer for number, answer in answers.items() if number not in aborted}
-        for event in engine.step():
+        events = engine.step()
+        if seen is not None and (beside := engine.scheduler.beside) is not None:
+            seen.tokens = max(seen.tokens, *(item.num_tokens for item in beside.items))
+            seen.prompts = max(seen.prompts, len(beside.items))
+        for event in events:
             assert event.finish != "error", event.error
             answer = answers.setdefault(event.id, Answer())
             answer.tokens += event.tokens
@@ -84,9 +99,14 @@ def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
 
 @dataclass(frozen=True)
 class Case:
+    """streamed_from: least tokens of a cell that is streamed, in place of the planned number. in_groups: a bank of the
+    ring holds a part of a layer's streamed experts."""
+
     model: str
     options: dict[str, Any]
     examples: int
+    streamed_from: int = 0
+    in_groups: bool = False
 
     @property
     def is_native(self) -> bool:
@@ -103,10 +123,20 @@ CASES = [
     pytest.param(Case("mixtral-window", NATIVE, 12), id="native-window"),
     pytest.param(Case("qwen3-moe", NATIVE | {"kv_dtype": "fp8"}, 12), id="native-fp8-kv"),
     pytest.param(Case("qwen3-moe", {"dtype": "float32", "gpu": "none", "threads": 1}, 4), id="torch"),
-    pytest.param(Case("qwen3-moe", SIM, 2), id="sim"),
-    pytest.param(Case("qwen3-next", SIM, 2), id="sim-recurrent"),
-    pytest.param(Case("qwen3-moe", SIM | {"deferred_experts": 2}, 2), id="sim-deferred"),
+    pytest.param(Case("qwen3-moe", SIM, 8), id="sim"),
+    pytest.param(Case("qwen3-next", SIM, 8), id="sim-recurrent"),
+    pytest.param(Case("qwen3-moe", SIM | {"deferred_experts": 2}, 8), id="sim-deferred"),
+    pytest.param(Case("qwen3-moe", SIM, 8, 24), id="sim-streamed"),
+    pytest.param(Case("qwen3-moe", SIM | {"prefill": "stream"}, 8, 1, in_groups=True), id="sim-streamed-in-groups"),
+    pytest.param(Case("qwen3-next", SIM, 8, 24, in_groups=True), id="sim-streamed-recurrent"),
+    pytest.param(Case("qwen3-moe", SIM | {"prefill": "cpu"}, 8), id="sim-not-streamed"),
     pytest.param(Case("qwen3-moe", GPU, 10), id="cuda", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-moe", GPU, 12, 24), id="cuda-streamed", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-moe", GPU | {"prefill": "stream"}, 12, 1), id="cuda-all-streamed", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-moe", GPU, 12, 1, in_groups=True), id="cuda-streamed-in-groups", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-next", GPU, 12, 24, in_groups=True), id="cuda-streamed-recurrent", marks=pytest.mark.gpu),
+    pytest.param(Case("gpt-oss", GPU, 12, 24, in_groups=True), id="cuda-streamed-biases", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-moe", GPU | {"prefill": "cpu"}, 10), id="cuda-not-streamed", marks=pytest.mark.gpu),
     pytest.param(Case("qwen3-moe", GPU | {"deferred_experts": 2}, 10), id="cuda-deferred", marks=pytest.mark.gpu),
     pytest.param(Case("qwen3-moe", GPU | {"gpu_experts": "all"}, 10), id="cuda-all", marks=pytest.mark.gpu),
     pytest.param(Case("qwen3-next", GPU, 12), id="cuda-recurrent", marks=pytest.mark.gpu),
@@ -117,12 +147,18 @@ CASES = [
 
 def engine_of(folder: Path, case: Case, **more: Any) -> Engine:
     asked = {
-        "deterministic": True, "max_batch_tokens": 64, "context": CONTEXT, "threads": 2, "cpu_binding": "none",
+        "deterministic": True, "max_batch_tokens": CELL, "context": CONTEXT, "threads": 2, "cpu_binding": "none",
         "max_running": 4,
         **case.options, **more,
     }  # fmt: skip
-    plan = prepare(str(folder), from_keywords(EngineOptions, **asked)).plan
-    return load_engine(msgspec.structs.replace(plan, num_pages=PAGES), lambda loading: None)[0]
+    plan = msgspec.structs.replace(prepare(str(folder), from_keywords(EngineOptions, **asked)).plan, num_pages=PAGES)
+    if case.streamed_from:
+        assert plan.streamed_cell_tokens > 0
+        plan = msgspec.structs.replace(plan, streamed_cell_tokens=case.streamed_from)
+    if case.in_groups and (gpu := plan.gpu) is not None:
+        bank_bytes = EXPERTS_PER_BANK * max(gpu.expert_bytes)
+        plan = msgspec.structs.replace(plan, gpus=(msgspec.structs.replace(gpu, ring_bytes=RING_BANKS * bank_bytes),))
+    return load_engine(plan, lambda loading: None)[0]
 
 
 ARRIVALS = st.lists(
@@ -148,16 +184,27 @@ def test_answers_do_not_depend_on_the_schedule(case: Case, tmp_path: Path) -> No
     # On a CPU any step of prompts gives the same; elsewhere its cells are the plan's.
     engine = engine_of(folder, case, **({"max_batch_tokens": 170} if case.is_native else {}))
 
+    if case.streamed_from:
+        streaming = engine.runner.executor._session._session.streaming
+        streaming.rates = PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))  # as if copies were slow, which decides nothing
+    seen = Seen()
+
     @settings(
         max_examples=number, deadline=None, derandomize=True, database=None,
         suppress_health_check=[HealthCheck.too_slow],
     )  # fmt: skip
     @given(ARRIVALS)
     def check(arrivals: list[Arrival]) -> None:
-        for number, answer in run(engine, arrivals).items():
+        for number, answer in run(engine, arrivals, seen).items():
             assert answer == want[arrivals[int(number)].name]
 
     check()
     stats = engine.stats()
     assert stats.scheduler.cached_prompt_tokens > 0
     assert stats.scheduler.preemptions > 0 or number < 6, "the schedules exercise too little"
+    if case.streamed_from:
+        assert stats.prefill.passes > 0 == stats.prefill.left_to_cpu
+        assert seen.tokens > CELL, "no pass has several cells"
+        assert seen.prompts > 1, "no pass has several prompts"
+    if case.options.get("prefill") == "cpu":
+        assert stats.prefill.passes == 0

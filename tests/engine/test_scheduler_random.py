@@ -8,6 +8,7 @@ PROA_SCHEDULES=20000 runs a long exploration of either.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -20,6 +21,7 @@ from proa.engine.scheduling.copying import CopyRules
 from proa.engine.scheduling.phases import FixedPhases
 from proa.engine.scheduling.policy import Limits
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
+from proa.plan.cells import Cells
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
 from tiers_sim import SimTiers
@@ -50,7 +52,9 @@ def make_engine(random: Random) -> FakeEngine:
     rules = CopyRules(
         every_tokens=random.choice([1, 4, 8]), cut_tokens=random.choice([4, 8]), asking_tokens=random.choice([1, 4])
     )
-    phases = None if lookahead or random.random() < 0.6 else fixed_phases(random, limits)
+    phases = None if lookahead or random.random() < 0.6 else fixed_phases(random, limits, copies=copies > 0)
+    if phases is not None and phases.cells is not None:
+        limits = replace(limits, pass_tokens=random.choice([0, 2, 5]) * phases.cells.tokens)
     turns = phases is not None or random.random() < 0.7
     tiers = make_tiers(random, page_tokens) if with_cache and random.random() < (0.9 if copies else 0.5) else None
     return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases, tiers=tiers)
@@ -62,10 +66,11 @@ def make_tiers(random: Random, page_tokens: int) -> SimTiers:
     return SimTiers(random, random.choice([1, 1, 2, 3]), page_tokens, ill=ill, refuse=refuse)
 
 
-def fixed_phases(random: Random, limits: Limits) -> FixedPhases:
-    """Phases as with --deterministic: with or without cells, which fit into a step."""
-    cells = [cell for cell in (8, 16, 24) if cell <= limits.max_batch_tokens and cell % limits.page_tokens == 0]
-    return FixedPhases(random.choice([None, *cells]), one_decode=random.random() < 0.5)
+def fixed_phases(random: Random, limits: Limits, *, copies: bool) -> FixedPhases:
+    """Phases as with --deterministic: with or without cells, which fit into a step, and of which some are streamed."""
+    sizes = [cell for cell in (8, 16, 24) if cell <= limits.max_batch_tokens and cell % limits.page_tokens == 0]
+    cells = [None, *(Cells(size, random.choice([0, 1, 3, size])) for size in sizes)]
+    return FixedPhases(random.choice(cells), one_decode=random.random() < 0.5, keeps_states=copies)
 
 
 def make_request(random: Random, request_id: str) -> EngineRequest:
@@ -145,7 +150,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
 @pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = beside = over = copied = restored = states = most = 0
+    finished = preempted = cached = aborted = ahead = beside = over = copied = restored = states = passes = most = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
@@ -159,10 +164,11 @@ def test_seeded_schedules(block: int) -> None:
         cached += stats.cached_prompt_tokens
         copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
+        passes += fake.passes
         restored += fake.tiers.restored_pages if fake.tiers else 0
         states += fake.tiers.restored_states if fake.tiers else 0
     counts = (finished, preempted, cached, aborted, ahead, 2 * beside, 20 * over, copied, 6 * restored, 50 * states)
-    assert min(counts) > per_block, "the schedules exercise too little"
+    assert min(*counts, 50 * passes) > per_block, "the schedules exercise too little"
     assert most >= 3
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proa.engine.executors.batch import Span, StepLimits, chunks_of
+from proa.plan.cells import Cells
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 128), st.integers(0, 50))
@@ -20,6 +21,35 @@ def test_every_row_once_in_order(lengths: list[int], most: int, start: int) -> N
     assert all(0 < size <= most for size in sizes)
     assert len(sizes) <= StepLimits(most, 8, 1024, 4, 8, pass_rows=sum(lengths)).chunks
     assert len(set(sizes[:-1])) <= 1, "all but the last one are equally long"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300)), min_size=1, max_size=6), st.sampled_from([16, 64]))
+def test_chunks_of_cells_are_those_of_each_prompt_by_itself(prompts: list[tuple[int, int]], size: int) -> None:
+    """prompts: cells that are computed already, and tokens that are left."""
+    cells = Cells(size, 1)
+    spans = [Span(list(range(n)), size * done, [i], size * done + n, i) for i, (done, n) in enumerate(prompts)]
+    chunks = chunks_of(spans, 1, cells)
+    want = [
+        (span.state, start, min(size, span.num_prompt - start))
+        for span in spans
+        for start in range(span.start, span.num_prompt, size)
+    ]
+    assert [(s.state, s.start, len(s.tokens)) for (s,) in chunks] == want
+    assert [t for (s,) in chunks for t in s.tokens] == [t for s in spans for t in s.tokens]
+
+
+@given(st.integers(0, 6), st.integers(1, 300), st.integers(0, 64), st.integers(1, 8), st.booleans())
+def test_streamed_cells_go_on_until_one_is_not(first: int, left: int, least: int, most: int, whole: bool) -> None:
+    cells, start = Cells(64, least), 64 * first
+    tokens, count = cells.streamed_tokens(start, start + left, most, whole=whole)
+    ends = [start + 64 * i for i in range(count)]
+    assert count <= most
+    assert all(cells.streams(end, start + left) for end in ends)
+    assert tokens == sum(cells.size(end, start + left) for end in ends)
+    after = start + tokens
+    if count < most and after < start + left:  # the rest is short
+        rest = cells.size(after, start + left)
+        assert not cells.streams(after, start + left) or (whole and count > 0 and rest < 64)
 
 
 def test_a_step_that_fits_is_one_chunk_of_the_same_spans() -> None:

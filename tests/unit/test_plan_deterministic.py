@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from proa.errors import UsageError
@@ -27,6 +28,40 @@ def test_cells_if_bits_depend_on_the_steps_shape(gib: float, asked: dict[str, An
     got = plan(QWEN3_30B, machine(180, *([gpu(gib)] if gib else [])), deterministic=True, **asked)
     assert (got.deterministic, got.prompt_cell_tokens, got.max_itl) == (True, cell, GapLimit(factor=2.5))
     assert row(got, "deterministic")[:2] == ("on", "on")
+
+
+@pytest.mark.parametrize(
+    ("asked", "streamed_from", "got"),
+    [
+        ({}, 1024, "auto"),  # 64 FLOP per byte, of 2 bytes per weight, and 128 experts of which 8 compute
+        ({"prefill": "stream"}, 1, "stream"),
+        ({"prefill": "cpu"}, 0, "cpu"),
+        ({"max_batch_tokens": 500}, 496, "auto"),  # whole cells are streamed, however short
+        ({"load_format": "dummy", "dummy_format": "int4"}, 288, "auto"),
+        ({"gpu": "sim:140GiB"}, 0, ""),  # nothing in RAM
+    ],
+)
+def test_cells_are_streamed_by_their_length(asked: dict[str, Any], streamed_from: int, got: str) -> None:
+    made = plan(QWEN3_30B, machine(180, gpu(24)), deterministic=True, **asked)
+    assert made.streamed_cell_tokens == streamed_from
+    if not got:
+        return
+    assert row(made, "prefill")[1].startswith(got)
+    assert made.prompt_cell_tokens is not None
+    assert made.pass_tokens % made.prompt_cell_tokens == 0
+    assert (made.pass_tokens > 0) == (streamed_from > 0)
+    assert str(streamed_from) in row(made, "deterministic")[2] or not streamed_from
+
+
+def test_the_rule_depends_on_nothing_measured() -> None:
+    """Another PCIe link or number of threads gives the same cells."""
+    made = [
+        plan(
+            QWEN3_30B, machine(180, msgspec.structs.replace(gpu(24), pcie_bytes_per_s=rate)), deterministic=True, **more
+        )
+        for rate, more in ((64e9, {}), (4e9, {"threads": 1}), (None, {}))
+    ]
+    assert len({(one.prompt_cell_tokens, one.streamed_cell_tokens) for one in made}) == 1
 
 
 def test_placement_is_static() -> None:

@@ -278,6 +278,28 @@ def test_prompts_of_an_h200(experts: str, mode: str, tokens: int, measured_s: fl
     assert 0.8 * measured_s < found.seconds < 1.2 * measured_s
 
 
+@pytest.mark.parametrize(
+    ("tokens", "mode", "most"),
+    [(512, "cpu", 1.001), (1023, "cpu", 1.001), (1024, "stream", 1.001), (4096, "stream", 1.1), (16384, "auto", 1.25)],
+)
+def test_deterministic_prompts_of_an_h200(tokens: int, mode: str, most: float, tmp_path: Path) -> None:
+    """Short prompts take as long as if the CPU computes their experts, long ones as long as if all are copied, and very
+    long ones hardly longer than with both."""
+    box = Box(4350 * GB, 170 * GB, pcie=55.3 * GB, cpu_flops=22e12, gpu_flops=757e12)
+    config = published("Qwen/Qwen3-30B-A3B", None) | {"num_hidden_layers": 24, "max_position_embeddings": 131072}
+
+    def seconds(deterministic: bool, prefill_mode: str) -> float:
+        asked = EngineOptions(
+            cache=CacheOptions(context=tokens + 64),
+            scheduler=SchedulerOptions(max_running=4, deterministic=deterministic),
+            gpus=GpuOptions(gpu_experts="none", prefill=prefill_mode),
+        )
+        prepared = planned(tmp_path, config, box.machine, asked, 170 * GB, isa="amx")
+        return prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens).seconds
+
+    assert seconds(True, "auto") <= most * seconds(False, mode)
+
+
 def test_flops_of_a_prompt_on_the_cpu(tmp_path: Path) -> None:
     """Two operations per matrix weight and row, four per query, key and value element, at what kernels reach."""
     prepared = tiny_plan(tmp_path, bare(64 << 30))

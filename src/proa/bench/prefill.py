@@ -77,6 +77,7 @@ class PrefillOptions:
         "auto", help="what computes the experts in RAM: as --prefill of `proa serve`",
         choices=("auto", "cpu", "stream"), common=True,
     )  # fmt: skip
+    deterministic: bool = option(False, help="measure with --deterministic of `proa serve`")
     runs: int = option(5, help="prompts of each length; the median is reported, after two more that warm up", low=1)
     max_batch_tokens: int | None = option(
         None, help="most tokens computed at once; default: as `proa serve`", low=1, high=1 << 20
@@ -127,7 +128,9 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
             page_tokens=page_tokens,
             prefix_cache=options.cached > 0,
         ),
-        scheduler=SchedulerOptions(max_running=4, max_batch_tokens=options.max_batch_tokens),
+        scheduler=SchedulerOptions(
+            max_running=4, max_batch_tokens=options.max_batch_tokens, deterministic=options.deterministic
+        ),
         machine=options.engine.machine,
         gpus=replace(gpus, prefill=options.mode),
     )

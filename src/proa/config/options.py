@@ -258,7 +258,7 @@ class GpuOptions:
     prefill: str = option(
         "auto",
         help="what computes prompts with the experts in RAM; cpu: the CPU; stream: the GPU, to which they are "
-        "copied; auto: both, divided so that they end at the same time",
+        "copied; auto: both, divided so that they end at the same time, with --deterministic one of them, by length",
         choices=("auto", "cpu", "stream"),
     )
     read_ahead: str = option(

@@ -168,7 +168,8 @@ class HybridModel:
             if layer.memory.cpu_computes and self.transport is not None:
                 sets = ring.groups(number, len(layer.memory.in_ram))
                 tables_of = [residency[number] for residency in streaming.overlay.residency[:sets]]
-                whole = replace(tables_of[0], bell=self.transport.bell(layer.layer))
+                bell = None if streaming.leaves_none else self.transport.bell(layer.layer)
+                whole = replace(tables_of[0], bell=bell)
                 one, *groups = (parts.experts(layer.memory, of, faults.of(number)) for of in (whole, *tables_of))
                 layer.stream(one, groups, streaming)
 

@@ -255,6 +255,11 @@ class Streaming:
         return one.groups[one.at].of
 
     @property
+    def leaves_none(self) -> bool:
+        """Whether passes copy all experts in RAM, so that the CPU gets no job."""
+        return self._asked.mode == "stream"
+
+    @property
     def hands_over(self) -> bool:
         """Whether the CPU gets its pairs of the chunk under way together with the group under way: chunks
         are spread evenly over the groups."""

@@ -7,6 +7,7 @@ import msgspec
 from proa.machine.cost.turns import GapLimit
 from proa.machine.topology import Team
 from proa.models.ranks import CPU, Mesh
+from proa.plan.cells import Cells
 from proa.types import Decision
 
 # Per MoE layer, the owner of each expert: the number of a rank, which computes it on its GPU, or CPU.
@@ -223,6 +224,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0  # most tokens of a step in which prompts and decode are together; 0: max_batch_tokens
     deterministic: bool = False  # a token's bits do not depend on the schedule
     prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
+    streamed_cell_tokens: int = 0  # least tokens of a cell whose experts in RAM are copied to the GPU; 0: no cell's are
     max_itl: GapLimit | None = None  # between decode steps while a prompt is computed; None: they share steps
     over_tokens: int = 0  # most tokens of a prefill step that overtakes another one; 0: none does
     pass_tokens: int = 0  # most prefill tokens that pass through the layers together; 0: as max_batch_tokens
@@ -244,6 +246,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.gpus) > 1:
             raise ValueError(f"the plan has {len(self.gpus)} ranks, and this code runs one")
         return self.gpus[0] if self.gpus else None
+
+    @property
+    def cells(self) -> Cells | None:
+        """The cells of prompts; None: a row's bits do not depend on its step, or need not be the same."""
+        if self.prompt_cell_tokens is None:
+            return None
+        return Cells(self.prompt_cell_tokens, self.streamed_cell_tokens)
 
     @property
     def state_slots(self) -> int:

@@ -140,7 +140,7 @@ def prefill(plan: Plan, work: Work, speeds: Speeds, prompt_tokens: int, cached_t
         _prompt_terms(plan, work, rates, prompt_tokens, cached_tokens)
         for rates in (limits(speeds), attained(speeds, plan))
     )
-    steps = len(list(_steps(prompt_tokens, plan.max_batch_tokens)))
+    steps = len(list(_steps(prompt_tokens, _chunk_tokens(plan))))
     return _prediction(limit, terms, {FIXED: steps * _fixed_s(plan, work)}, prompt_tokens, 1, prompt_tokens)
 
 
@@ -148,17 +148,30 @@ def _prompt_terms(
     plan: Plan, work: Work, rates: Reached, prompt_tokens: int, cached_tokens: int
 ) -> dict[str, float]:  # fmt: skip
     terms: defaultdict[str, float] = defaultdict(float)
-    if plan.pass_tokens and rates.pcie:
-        passes = _steps(prompt_tokens, plan.pass_tokens)
-        found = itertools.chain(*(_pass_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in passes))
-    else:
-        steps = _steps(prompt_tokens, plan.max_batch_tokens)
-        found = itertools.chain(*(_step_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in steps))
+    streamed = _streamed_tokens(plan, prompt_tokens) if rates.pcie else 0
+    passes = _steps(streamed, plan.pass_tokens or 1)
+    steps = ((streamed + at, rows) for at, rows in _steps(prompt_tokens - streamed, _chunk_tokens(plan)))
+    found = itertools.chain(
+        *(_pass_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in passes),
+        *(_step_terms(plan, work, rates, cached_tokens + at, rows) for at, rows in steps),
+    )
     for name, seconds in found:
         terms[name] += seconds
     on = _known(rates.ram if rates.vram is None else rates.vram)
     terms[RAM if rates.vram is None else VRAM] += work.head_bytes / on  # logits of the last token only
     return terms
+
+
+def _streamed_tokens(plan: Plan, tokens: int) -> int:
+    """How many of a prompt's tokens are computed in passes of streamed prefill: the first ones."""
+    if not plan.pass_tokens or plan.cells is None:
+        return tokens if plan.pass_tokens else 0
+    return plan.cells.streamed_tokens(0, tokens, tokens, whole=False)[0]
+
+
+def _chunk_tokens(plan: Plan) -> int:
+    """Most tokens of a prompt that are computed at once."""
+    return plan.max_batch_tokens if plan.cells is None else plan.cells.tokens
 
 
 def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
@@ -168,7 +181,7 @@ def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
 
 def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
     """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
-    chunks = list(_steps(rows, plan.max_batch_tokens))
+    chunks = list(_steps(rows, _chunk_tokens(plan)))
     dense = [_dense_term(plan, work, rates, first + at, count) for at, count in chunks]
     computed = [*dense, *(_launch_term(work, rates, seconds) for _, seconds in dense)]
     copies_s = 0.0
@@ -191,7 +204,7 @@ def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: i
     if gpu is None or copied_per_s is None:
         raise ValueError("only prompts of a plan with a GPU are streamed")
     all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
-    if gpu.prefill == "stream":
+    if gpu.prefill == "stream" or plan.deterministic:
         return Division(layer.in_ram, layer.in_ram * nbytes / copied_per_s, 0.0, all_s)
     pair_s = _seconds(layer.expert_flops, rates.cpu)
     # Where reading and multiplying overlap, an expert costs the longer of both.

@@ -82,7 +82,7 @@ def resolve(
     rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
     rows += (*prefix_rows(case, placed.need), placed.tier_row, *files.decisions)
     steps = _step_rows(asked, placed.batch_tokens, batch_tokens if limit is None else None)
-    rows += (*steps, limit_row, deterministic.row(asked.deterministic, cell))
+    rows += (*steps, limit_row, deterministic.row(asked.deterministic, cell, placed.streamed_cell_tokens))
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -101,11 +101,10 @@ def resolve(
         shared_tokens=min(placed.batch_tokens, batch_tokens),
         deterministic=asked.deterministic,
         prompt_cell_tokens=cell,
+        streamed_cell_tokens=placed.streamed_cell_tokens,
         max_itl=limit,
         over_tokens=0 if limit is None else over_tokens(placed.batch_tokens),
         pass_tokens=placed.pass_tokens,
-        max_queued=asked.max_queued,
-        max_queued_tokens=asked.max_queued_tokens,
         threads=threads,
         isa=isa,
         workers=workers,
@@ -121,6 +120,8 @@ def _as_given(options: EngineOptions) -> dict[str, Any]:
     asked = options.model
     return {
         "trial": options.gpus.plan_trial,
+        "max_queued": options.scheduler.max_queued,
+        "max_queued_tokens": options.scheduler.max_queued_tokens,
         "dummy_seed": asked.dummy_seed,
         "dummy_router": asked.dummy_router,
         "dummy_format": asked.dummy_format,
@@ -157,7 +158,8 @@ class _Placed:
     roof: Roof
     decisions: tuple[Decision, ...]
     tier_row: Decision  # of the prefix cache in RAM
-    pass_tokens: int = 0  # see Plan
+    pass_tokens: int = 0  # see Plan, as the next
+    streamed_cell_tokens: int = 0
 
 
 def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
@@ -200,7 +202,10 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
     deferred = deferral_rows(case.options.gpus.deferred_experts, case.model, got.gpu, case.spec)
     rows = (row, *got.decisions, *rounded, *deferred)
-    return _Placed(got.gpu, batch_tokens, tier.memory, got.need, got.fitted, roof, rows, tier.row, got.pass_tokens)
+    return _Placed(
+        got.gpu, batch_tokens, tier.memory, got.need, got.fitted, roof, rows, tier.row, got.pass_tokens,
+        got.streamed_cell_tokens,
+    )  # fmt: skip
 
 
 def _split_beside_tier(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:

@@ -11,6 +11,8 @@ from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
 from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
+from proa.plan.cells import Cells
+from proa.plan.deterministic import cells_beside_cpu
 from proa.plan.placement import MoeLayer
 from proa.types import Decision
 
@@ -24,12 +26,14 @@ PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
 
 @dataclass(frozen=True)
 class RingPlan:
-    """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step."""
+    """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step.
+    cells: of prompts with --deterministic."""
 
     nbytes: int = 0
     pass_tokens: int = 0
     rows_bytes: int = 0
     why: str = ""
+    cells: Cells | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -45,8 +49,6 @@ def plan_ring(
     mode = options.gpus.prefill
     if mode == "cpu":
         return RingPlan(why="as asked")
-    if options.scheduler.deterministic:
-        return RingPlan(why="--deterministic: an expert must be computed by the same kernel in every prompt")
     if options.scheduler.max_itl == "none":
         return RingPlan(why="--max-itl none: prompts share steps with decode")
     largest, expert_bytes = max(of.total_bytes for of in layers), max(of.expert_bytes for of in layers)
@@ -57,15 +59,17 @@ def plan_ring(
     bank_bytes = _bank_bytes(nbytes)
     groups = max(sizes.ring_groups(layer.experts, layer.expert_bytes, bank_bytes) for layer in layers)
     share = ROWS_SHARE if groups == 1 else ROWS_SHARE_IN_GROUPS
-    tokens = max(batch_tokens, min(PASS_TOKENS, context_tokens))
-    while tokens > batch_tokens and _rows_bytes(spec, options, tokens, batch_tokens, groups) > share * budget_bytes:
-        tokens = max(batch_tokens, tokens // 2)
+    cells = cells_beside_cpu(spec, layers, options, batch_tokens)
+    least, grain = (batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)
+    tokens = max(least, _whole(min(PASS_TOKENS, context_tokens), grain))
+    while tokens > least and _rows_bytes(spec, options, tokens, least, groups) > share * budget_bytes:
+        tokens = max(least, _whole(tokens // 2, grain))
     why = "a layer's experts are copied to the GPU while it computes the layer before"
     if groups > 1:
         per_bank = bank_bytes // expert_bytes
         why = f"a layer's experts are copied to the GPU in {groups} groups of up to {per_bank}, while it computes"
-    rows_bytes = _rows_bytes(spec, options, tokens, batch_tokens, groups)
-    return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why)
+    rows_bytes = _rows_bytes(spec, options, tokens, least, groups)
+    return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why, cells)
 
 
 def ring_row(asked: str, got: RingPlan) -> Decision:
@@ -73,7 +77,14 @@ def ring_row(asked: str, got: RingPlan) -> Decision:
     if not got.nbytes:
         return Decision("prefill", asked, "cpu", f"experts in RAM are computed by the CPU: {got.why}")
     size = f"{asked}, ring of {format_bytes(got.nbytes)}, up to {got.pass_tokens} tokens"
-    return Decision("prefill", asked, size, f"{got.why}; the CPU computes some" if asked == "auto" else got.why)
+    why = f"{got.why}; the CPU computes some" if asked == "auto" else got.why
+    if got.cells is not None and asked == "auto":
+        why = f"{got.why}; --deterministic: by length, the CPU computes cells below {got.cells.streamed_from} tokens"
+    return Decision("prefill", asked, size, why)
+
+
+def _whole(tokens: int, grain: int) -> int:
+    return -(-tokens // grain) * grain
 
 
 def _aligned(nbytes: int) -> int:

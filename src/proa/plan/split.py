@@ -53,7 +53,8 @@ class Split:
     need: Demand  # on VRAM
     fitted: Fitted
     decisions: tuple[Decision, ...]
-    pass_tokens: int = 0  # see Plan
+    pass_tokens: int = 0  # see Plan, as the next
+    streamed_cell_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
     rows += _off_rows(asked, plan)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
-    return Split(plan, memory, need, fitted, (*rows, *ring_rows), ring.pass_tokens)
+    streamed = 0 if ring.cells is None else ring.cells.streamed_from
+    return Split(plan, memory, need, fitted, (*rows, *ring_rows), ring.pass_tokens, streamed)
 
 
 def _ram_budget(

@@ -23,6 +23,7 @@ from proa.engine.building.gpu_plan import (
     decode_tokens,
     first_shared,
     needed,
+    pass_mode,
     placement_of,
     rates_row,
     ready,
@@ -190,7 +191,7 @@ class GpuBuild:
         memory = first_shared(self._hybrid)
         rates = PrefillRates(measured_upload(memory, self._device), try_cpu(memory, self.pool, top_k(self._spec)))
         self._decisions.append(rates_row(rates, memory))
-        return PromptParts(GpuUploads(self._device), gpu.ring_bytes, rates, gpu.prefill)
+        return PromptParts(GpuUploads(self._device), gpu.ring_bytes, rates, pass_mode(self._plan))
 
     def _co_fetch(self, spaces: GpuSpaces, registered: Registered) -> CoFetch | None:
         """Measure how fast the GPU reads pinned experts in place, unless the plan fixes how many it reads."""

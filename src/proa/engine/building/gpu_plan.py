@@ -34,6 +34,11 @@ def decode_tokens(plan: Plan) -> int:
     return plan.max_running if plan.deterministic else 0
 
 
+def pass_mode(plan: Plan) -> str:
+    """See Asked. With --deterministic a pass copies all experts in RAM: rates must not decide where one is computed."""
+    return "stream" if plan.deterministic else needed(plan)[0].prefill
+
+
 def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
     """The plan's GPU and CPU workers. Raises ValueError if it has none."""
     if plan.gpu is None or plan.workers is None:

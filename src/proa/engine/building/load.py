@@ -267,7 +267,7 @@ def _phases(plan: Plan) -> Phases:
         return FreePhases(LEAST_ROWS_ON_CPU) if on_cpu else FreePhases()
     on_torch = plan.workers is None or (plan.gpu is not None and plan.gpu.simulated)
     # The bits of torch's matrix products depend on the number of rows.
-    return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)
+    return FixedPhases(plan.cells, one_decode=on_torch, keeps_states=plan.state_copies > 0)
 
 
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from proa.cache.keys import run_pages
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.dtypes import DTYPES
-from proa.engine.building.gpu_plan import needed, placement_of, top_k
+from proa.engine.building.gpu_plan import needed, pass_mode, placement_of, top_k
 from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
@@ -156,7 +156,7 @@ class Stage:
             self._transport,
             lambda: Copiers(_NoCopier(), _NoCopier()),
             CoFetch(None) if of.gpu.co_fetch else None,
-            PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_COPIES, of.gpu.prefill) if of.gpu.ring_bytes else None,
+            PromptParts(_NoUploads(), of.gpu.ring_bytes, _NO_COPIES, pass_mode(plan)) if of.gpu.ring_bytes else None,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts, plan.pass_tokens)
         caches = allocate_pool(
@@ -218,16 +218,24 @@ class Stage:
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
-        if self._plan.max_itl is not None:
+        if self._plan.max_itl is None:
+            return
+        streaming = self._hybrid.streaming
+        if streaming is None or streaming.leaves_none:  # steps that are no passes have kernels of their own
+            self._parts(rows)
+        else:
             self._pass(rows, _NO_COPIES)
-            if self._hybrid.passes_in_groups:
-                self._pass(rows, _ALL_COPIES)
+        if streaming is not None and (streaming.leaves_none or self._hybrid.passes_in_groups):
+            self._pass(rows, _ALL_COPIES)
 
     def _pass(self, rows: int, rates: PrefillRates) -> None:
         if (streaming := self._hybrid.streaming) is not None:
             streaming.rates = rates
-        tokens, step = self._on.step(self._on.inputs, rows)
         self._hybrid.begin_pass(rows, 1)
+        self._parts(rows)
+
+    def _parts(self, rows: int) -> None:
+        tokens, step = self._on.step(self._on.inputs, rows)
         with self._hybrid.in_parts():
             for _ in self._model.by_blocks(tokens, step):
                 pass

@@ -14,6 +14,7 @@ from proa.engine.building.gpu_plan import (
     decode_tokens,
     first_shared,
     needed,
+    pass_mode,
     placement_of,
     rates_row,
     ready,
@@ -89,8 +90,9 @@ class SimBuild:
         )
         self._decisions.append(STEP_AHEAD)
         executor = EagerExecutor(
-            self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens
-        )
+            self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens,
+            cells=plan.cells,
+        )  # fmt: skip
         tried = trial.result(executor, report)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         return Runner(executor, plan.page_tokens)
@@ -110,7 +112,7 @@ class SimBuild:
         rates = PrefillRates(bytes_per_s, try_cpu(memory, self.pool, top_k(self._spec)))
         self._decisions.append(rates_row(rates, memory))
         uploads = HostUploads(self._gpu.pcie_bytes_per_s)
-        return PromptParts(uploads, self._gpu.ring_bytes, rates, self._gpu.prefill)
+        return PromptParts(uploads, self._gpu.ring_bytes, rates, pass_mode(self._plan))
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

@@ -29,7 +29,7 @@ ROOT_BYTES = 32
 # Parts of a plan that differ from start to start and change no bit of what is computed.
 _ELSEWHERE = (
     "model", "path", "memory", "roof", "decisions", "num_pages", "context_tokens", "max_queued", "max_queued_tokens",
-    "prefix_files", "trial",
+    "prefix_files", "trial", "pass_tokens",
 )  # fmt: skip
 
 

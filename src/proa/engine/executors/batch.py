@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from proa.ops.sizes import prompt_rows
 from proa.plan.budget import SCORED_ROWS
+from proa.plan.cells import Cells
 from proa.plan.plan import Plan
 from proa.types import TokenLogprob
 
@@ -102,8 +103,11 @@ class StepResult(msgspec.Struct):
 CHUNK_ROWS = 16  # chunks start at multiples: kernels are compiled for addresses that are multiples of 16
 
 
-def chunks_of(spans: Sequence[Span], most_rows: int) -> list[list[Span]]:
-    """The spans, cut into chunks of at most `most_rows` rows, about equally long, in the order of their rows."""
+def chunks_of(spans: Sequence[Span], most_rows: int, cells: Cells | None = None) -> list[list[Span]]:
+    """The spans, cut into chunks of at most `most_rows` rows, about equally long, in the order of their rows. cells: of
+    prompts; each is a chunk then."""
+    if cells is not None:
+        return [[_part(span, first, count)] for span in spans for first, count in _cells_in(span, cells)]
     rows = sum(len(span.tokens) for span in spans)
     each = -(-rows // -(-rows // most_rows))
     each = min(most_rows, -(-each // CHUNK_ROWS) * CHUNK_ROWS)
@@ -116,18 +120,32 @@ def chunks_of(spans: Sequence[Span], most_rows: int) -> list[list[Span]]:
                 chunks.append([])
                 left = each
             count = min(left, len(span.tokens) - first)
-            whole = count == len(span.tokens)
-            tokens = span.tokens if whole else span.tokens[first : first + count]
-            chunks[-1].append(span if whole else msgspec.structs.replace(span, tokens=tokens, start=span.start + first))
+            chunks[-1].append(_part(span, first, count))
             first, left = first + count, left - count
     return chunks
+
+
+def _cells_in(span: Span, cells: Cells) -> Iterator[tuple[int, int]]:
+    """The first row and the number of rows of each cell in a span of a prompt."""
+    first = 0
+    while first < len(span.tokens):
+        yield first, cells.size(span.start + first, span.num_prompt)
+        first += cells.tokens
+
+
+def _part(span: Span, first: int, count: int) -> Span:
+    """The span with `count` of its tokens, from number `first` on."""
+    if count == len(span.tokens):
+        return span
+    return msgspec.structs.replace(span, tokens=span.tokens[first : first + count], start=span.start + first)
 
 
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
     which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does.
-    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for."""
+    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for. cells: the chunks of steps in
+    parts, of at most `rows` rows; None: they have any size up to that."""
 
     rows: int
     sequences: int
@@ -137,6 +155,7 @@ class StepLimits:
     pass_rows: int = 0
     over_rows: int = 0
     prompt_rows: tuple[int, ...] = ()
+    cells: Cells | None = None
 
     @property
     def rows_in_parts(self) -> int:
@@ -146,7 +165,14 @@ class StepLimits:
     @property
     def chunks(self) -> int:
         """Most chunks of a step in parts."""
-        return -(-self.rows_in_parts // self.rows)
+        if self.cells is not None and not self.pass_rows:
+            return 1
+        return -(-self.rows_in_parts // self.chunk_rows)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Most rows of a chunk of a step in parts."""
+        return self.rows if self.cells is None else self.cells.tokens
 
 
 def positions_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -166,4 +192,5 @@ def step_limits(plan: Plan) -> StepLimits:
         pass_rows=plan.pass_tokens,
         over_rows=plan.over_tokens,
         prompt_rows=prompt_rows(plan.max_batch_tokens) if plan.gpu is not None and plan.gpu.prompt_graphs else (),
+        cells=plan.cells,
     )

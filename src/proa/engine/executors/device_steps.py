@@ -42,8 +42,9 @@ class DeviceSteps:
         # Rows of page tables are multiples of 16 bytes: kernels are compiled for aligned addresses.
         self._most_pages = -(-limits.context_tokens // limits.page_tokens // 4) * 4
         vocab = model.spec.vocab
-        self.chunk_inputs = [self._inputs_of(limits.rows, limits.sequences) for _ in range(limits.chunks)]
-        self.inputs = self.chunk_inputs[0]
+        self.inputs = self._inputs_of(limits.rows, limits.sequences)
+        others = (self._inputs_of(limits.chunk_rows, limits.sequences) for _ in range(1, limits.chunks))
+        self.chunk_inputs = [self.inputs, *others]
         self.over_inputs = [self._inputs_of(rows, limits.sequences) for rows in (limits.over_rows,) if rows]
         hidden = partial(torch.zeros, dtype=torch.bfloat16, device=device)
         self.hidden = hidden(max(limits.rows, limits.head_rows), model.spec.hidden)

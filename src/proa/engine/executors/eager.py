@@ -26,6 +26,7 @@ from proa.layers.step import Step
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.table import batch_of
+from proa.plan.cells import Cells
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
@@ -46,13 +47,15 @@ class EagerExecutor:
     def __init__(
         self, model: Decoder, caches: Caches, page_tokens: int, session: Session | None = None,
         *, overlap: bool = False, kept_blocks: Sequence[int] = (), chunk_rows: int = sys.maxsize,
+        cells: Cells | None = None,
     ) -> None:  # fmt: skip
         """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here. chunk_rows: most rows of
-        a step in parts that are computed at once."""
+        a step in parts that are computed at once. cells: see StepLimits; sampled rows are then scored one by one, since
+        the bits of torch's products depend on the number of rows."""
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self.caches, self._page_tokens = model, caches, page_tokens
-        self._chunk_rows = chunk_rows
+        self._chunk_rows, self._cells = chunk_rows, cells
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
         self._unfinished: list[EagerStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0
@@ -89,11 +92,11 @@ class EagerExecutor:
 
     def _parts(self, step: EagerStep) -> BlockByBlock:
         chunks, row = list[Chunk](), 0
-        for spans in chunks_of(step.batch.spans, self._chunk_rows):
+        for spans in chunks_of(step.batch.spans, self._chunk_rows, self._cells):
             tokens, inputs = self._inputs(spans)
             chunks.append(Chunk(row, tokens, inputs))
             row += len(tokens)
-        return BlockByBlock(self._model, chunks, step.kept, self._session.begin_parts(step, len(chunks)))
+        return BlockByBlock(self._model, chunks, step.kept, self._session.begin_parts(step, len(chunks), self._cells))
 
     def tokens_to_follow(self, step: EagerStep) -> list[int]:
         """The tokens that the next step continues with. A row without a token (-1) continues with any."""
@@ -141,7 +144,8 @@ class EagerExecutor:
             self._remove(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)
         if spans:
-            logits = self._logits(step, step.rows)
+            each = [step.rows] if self._cells is None else [[row] for row in step.rows]
+            logits = torch.cat([self._logits(step, rows_of) for rows_of in each])
             step.choices = choose(self._model.argmax(logits).tolist(), rows, logits)
         if step.parts is None:
             self._step_s = time.perf_counter() - step.began_s
@@ -156,7 +160,7 @@ class EagerExecutor:
         between = bool(self._unfinished)
         faults = self._session.step_faults(step, bad, step.hidden, between_parts=between)
         result = step_result(step.batch, step.spans, step.choices, faults)
-        result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step))
+        result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step), self._cells)
         result.streamed, step.next_step = step.streamed, None
         return result
 

@@ -26,6 +26,7 @@ from proa.models.spec import Model
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.plan.budget import SCORED_ROWS
+from proa.plan.cells import Cells
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -139,17 +140,20 @@ def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledTok
 
 
 def prompt_logprobs(
-    batch: StepBatch, score: Callable[[Sequence[int], Sequence[int], int], list[TokenLogprob]]
-) -> dict[int, list[TokenLogprob]]:
+    batch: StepBatch, score: Callable[[Sequence[int], Sequence[int], int], list[TokenLogprob]],
+    cells: Cells | None = None,
+) -> dict[int, list[TokenLogprob]]:  # fmt: skip
     """Log-probabilities of prompt tokens, by span. score(rows, tokens, top): those of one token after each of up to
-    SCORED_ROWS rows."""
+    SCORED_ROWS rows, which are never of two cells."""
     found: dict[int, list[TokenLogprob]] = {}
     for asked in batch.prompt_logprobs:
         scores = found.setdefault(asked.span, [])
-        for first in range(0, len(asked.tokens), SCORED_ROWS):
-            tokens = asked.tokens[first : first + SCORED_ROWS]
-            begin = asked.first_row + first
-            scores += score(range(begin, begin + len(tokens)), tokens, asked.top)
+        each = len(asked.tokens) if cells is None else cells.tokens
+        for cell in range(0, len(asked.tokens), each or 1):
+            for first in range(cell, min(cell + each, len(asked.tokens)), SCORED_ROWS):
+                tokens = asked.tokens[first : min(first + SCORED_ROWS, cell + each)]
+                begin = asked.first_row + first
+                scores += score(range(begin, begin + len(tokens)), tokens, asked.top)
     return found
 
 

@@ -219,11 +219,13 @@ class GraphExecutor:
         """Write the step's inputs, which stay untouched: the steps between its parts have their own."""
         chunks, row = list[Chunk](), 0
         step.overtakes = bool(self._unfinished)
-        cut, places = chunks_of(step.batch.spans, self._limits.rows), self._on.chunk_inputs
+        cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
             places, most = self._on.over_inputs, self._limits.over_rows
             if step.batch.num_tokens > most:
                 raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
+        if len(cut) > len(places):
+            raise ValueError(f"a step in parts may have {len(places)} chunks, not {len(cut)}")
         for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
             own.copy()
@@ -232,7 +234,7 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        launching = self._session.begin_parts(step, len(cut))
+        launching = self._session.begin_parts(step, len(cut), self._limits.cells)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
         self._timer.forget_blocks()
@@ -353,7 +355,7 @@ class GraphExecutor:
             faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
             if step.batch.prompt_logprobs:
-                result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step))
+                result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)
         result.streamed, step.next_step = step.streamed, None
         self.clock.lap(Stage.PROGRAM)
         return result

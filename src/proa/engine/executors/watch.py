@@ -20,6 +20,7 @@ from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Model
 from proa.native.doorbell import Counters
+from proa.plan.cells import Cells
 
 _SOMEWHERE = "The hidden states were not finite."
 
@@ -79,12 +80,18 @@ class WatchedSession:
         """Note how the experts in RAM are computed in a whole step."""
         step.streamed = 0.0 if self._session.has_experts else None
 
-    def begin_parts(self, step: WatchedStep, chunks: int) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a step in parts, as a pass unless it overtakes one; notes how the experts in RAM are computed in it.
-        Returns the context of launches, by the first row of a chunk."""
+    def begin_parts(
+        self, step: WatchedStep, chunks: int, cells: Cells | None = None
+    ) -> Callable[[int], AbstractContextManager[None]]:
+        """Begin a step in parts, as a pass unless it overtakes one or its cells are not streamed; notes how the experts
+        in RAM are computed in it. Returns the context of launches, by the first row of a chunk."""
         if step.overtakes:
             self.begin_step(step)
             return lambda first_row: nullcontext()
+        first = step.batch.spans[0]
+        if cells is not None and not cells.streams(first.start, first.num_prompt):  # all cells of a step are alike
+            self.begin_step(step)
+            return self._session.in_parts
         streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
         step.streamed = streamed if self._session.has_experts else None
         return self._session.in_parts

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from proa.engine.scheduling.request import Request
+from proa.plan.cells import Cells
 
 # The CPU's attention computes up to 4 rows of a sequence as in decode, which sums in another order (kDirectQueries in
 # csrc/src/attention.cc). If the last chunk of a prompt has more rows, its bits do not depend on whether a prefix came
@@ -19,10 +20,20 @@ from proa.engine.scheduling.request import Request
 LEAST_ROWS_ON_CPU = 5
 
 
+@dataclass(frozen=True)
+class NextChunk:
+    """A request's next prefill chunk. padding_tokens: taken from the step's room besides. alone: its step has no other
+    chunk."""
+
+    num_tokens: int
+    padding_tokens: int = 0
+    alone: bool = False
+
+
 class Phases(Protocol):
     @property
-    def one_chunk(self) -> bool:
-        """Whether a step has at most one prefill chunk."""
+    def in_cells(self) -> bool:
+        """Whether prompts are computed in cells."""
 
     @property
     def one_decode(self) -> bool:
@@ -31,8 +42,14 @@ class Phases(Protocol):
     def decodes(self, request: Request) -> bool:
         """Whether the request's next step is decode: one token."""
 
-    def chunk_tokens(self, request: Request, room_tokens: int) -> int:
-        """Size in tokens of the request's next prefill chunk, in a step with room for `room_tokens`."""
+    def chunk(self, request: Request, room_tokens: int) -> NextChunk:
+        """The request's next prefill chunk, in a step with room for `room_tokens`."""
+
+    def suits(
+        self, request: Request, start: int, room_tokens: int, *, beside_chunks: bool, overtakes: bool
+    ) -> bool:  # fmt: skip
+        """Whether the request's next chunk, from token `start` on, may be in a step with this room. beside_chunks: the
+        step has chunks that need not be alone; overtakes: it overtakes another step of prompts."""
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
         """Number of leading computed tokens whose full pages may be shared through the prefix cache."""
@@ -52,17 +69,21 @@ class FreePhases:
     """
 
     least_tokens: int = 1
-    one_chunk: ClassVar[bool] = False
+    in_cells: ClassVar[bool] = False
     one_decode: ClassVar[bool] = False
 
     def decodes(self, request: Request) -> bool:
         return request.num_left == 1
 
-    def chunk_tokens(self, request: Request, room_tokens: int) -> int:
-        if room_tokens >= request.num_left:
-            return request.num_left
-        rest = request.num_left - room_tokens
-        return max(1, room_tokens - max(0, self.least_tokens - rest))
+    def chunk(self, request: Request, room_tokens: int) -> NextChunk:
+        rest = max(0, request.num_left - room_tokens)
+        short = max(0, self.least_tokens - rest) if rest else 0
+        return NextChunk(max(1, request.num_left - rest - short))
+
+    def suits(
+        self, request: Request, start: int, room_tokens: int, *, beside_chunks: bool, overtakes: bool
+    ) -> bool:  # fmt: skip
+        return True
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
         return computed_tokens
@@ -78,24 +99,44 @@ class FreePhases:
 class FixedPhases:
     """A token's position decides its phase (--deterministic).
 
-    cell_tokens: for kernels whose bits depend on a step's shape. The prompt tokens [i * cell, (i + 1) * cell), the last
-    cell cut at the prompt's end, are one step without other tokens, and cached prefixes are used in whole cells. A
-    multiple of the page size. None: kernels give a row the same bits in any prefill step.
+    cells: for kernels whose bits depend on a step's shape. Each cell of a prompt is computed by itself, and cached
+    prefixes are used in whole cells, which are multiples of the page size. A step has either one cell that the CPU's
+    experts compute, or any number of streamed ones, of one prompt or several: these share the copies of experts, and
+    nothing that is computed. None: kernels give a row the same bits in any prefill step.
+
+    keeps_states: recurrent states are copied after a step, so one ends with a prompt's last whole cell.
     """
 
-    cell_tokens: int | None = None
+    cells: Cells | None = None
     one_decode: bool = False
+    keeps_states: bool = False
 
     @property
-    def one_chunk(self) -> bool:
-        return self.cell_tokens is not None
+    def in_cells(self) -> bool:
+        return self.cells is not None
 
     def decodes(self, request: Request) -> bool:
         return request.num_computed >= request.num_prompt
 
-    def chunk_tokens(self, request: Request, room_tokens: int) -> int:
-        left = request.num_prompt - request.num_computed
-        return min(room_tokens if self.cell_tokens is None else self.cell_tokens, left)
+    def chunk(self, request: Request, room_tokens: int) -> NextChunk:
+        start, end, cells = request.num_computed, request.num_prompt, self.cells
+        if cells is None:
+            return NextChunk(min(room_tokens, end - start))
+        if not cells.streams(start, end):
+            return NextChunk(cells.size(start, end), alone=True)
+        most = max(1, room_tokens // cells.tokens)
+        num_tokens, count = cells.streamed_tokens(start, end, most, whole=self.keeps_states)
+        return NextChunk(num_tokens, count * cells.tokens - num_tokens)
+
+    def suits(
+        self, request: Request, start: int, room_tokens: int, *, beside_chunks: bool, overtakes: bool
+    ) -> bool:  # fmt: skip
+        if self.cells is None:
+            return True
+        streams = self.cells.streams(start, request.num_prompt)
+        if beside_chunks:
+            return streams and room_tokens >= self.cells.tokens
+        return not (streams and overtakes)
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
         return self.whole_tokens(min(computed_tokens, request.num_prompt))
@@ -104,4 +145,4 @@ class FixedPhases:
         return self.whole_tokens(request.num_prompt - 1)
 
     def whole_tokens(self, num_tokens: int) -> int:
-        return num_tokens - num_tokens % (self.cell_tokens or 1)
+        return num_tokens - num_tokens % (1 if self.cells is None else self.cells.tokens)

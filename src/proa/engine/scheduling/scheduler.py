@@ -37,7 +37,7 @@ from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.scheduling.copying import CopyRules, copying
 from proa.engine.scheduling.integrity import check_lineups, check_pages, check_request, check_slots
-from proa.engine.scheduling.phases import FreePhases, Phases
+from proa.engine.scheduling.phases import FreePhases, NextChunk, Phases
 from proa.engine.scheduling.policy import Limits, Lineup, goes_on, refuse_crowd, refuse_impossible
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 from proa.engine.scheduling.restoring import behind
@@ -138,8 +138,9 @@ class Scheduler:
         be made before the returned step writes anything. prompt_tokens, short_tokens: limits of the prefill tokens of
         both, with turns."""
         self.behind.collect()
-        most_tokens = None if self._phases.one_chunk else prompt_tokens
-        step = StepBuilder(self.limits.prefill_tokens(most_tokens, turns=self._turns), apart=self._turns)
+        most_tokens = None if self._phases.in_cells else prompt_tokens
+        room_tokens = self.limits.prefill_tokens(most_tokens, turns=self._turns)
+        step = StepBuilder(room_tokens, self._phases, apart=self._turns)
         self._plan_decodes(step)
         if step and not self._turns and self.limits.shared_tokens:
             step.lower_budget(self.limits.max_batch_tokens - self.limits.shared_tokens)
@@ -292,14 +293,14 @@ class Scheduler:
         is_open = True  # False once a request does not fit: none behind it may be admitted
         for request in self._unfinished_prompts():
             room_tokens = step.budget_tokens - end_tokens
-            if room_tokens < 1 or num_looked == _MOST_LOOKED_AT or (self._phases.one_chunk and step.has_chunks):
+            if room_tokens < 1 or num_looked == _MOST_LOOKED_AT or step.is_closed:
                 return
             waits = request.state is State.WAITING
             if step.has(request) or (waits and (not is_open or self.behind.holds(request))):
                 continue
             if most_tokens is not None or self._turns:
                 num_looked += waits
-                if not step.suits(self._num_left(request), None if most_tokens is None else room_tokens):
+                if not step.suits(request, self._num_left(request), room_tokens, only_whole=most_tokens is not None):
                     is_open = is_open and not (waits and self._pages_short(request, self._match(request)) > 0)
                     continue
             if waits:
@@ -310,10 +311,10 @@ class Scheduler:
                     continue
                 if self._leads(request):
                     leading.add(request.group)
-            num_tokens = self._phases.chunk_tokens(request, room_tokens)
-            if self._copying and not self._phases.one_chunk:
-                num_tokens = self._copying.chunk(request, num_tokens)
-            step.add_chunk(request, num_tokens)
+            chunk = self._phases.chunk(request, room_tokens)
+            if self._copying and not self._phases.in_cells:
+                chunk = NextChunk(self._copying.chunk(request, chunk.num_tokens))
+            step.add_chunk(request, chunk)
 
     def _num_left(self, request: Request) -> int:
         """Tokens that the request has to compute, if it is admitted now."""

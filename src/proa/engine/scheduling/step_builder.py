@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from proa.engine.scheduling.phases import NextChunk, Phases
 from proa.engine.scheduling.request import Request
 from proa.engine.scheduling.step_plan import StepItem
 from proa.machine.cost.turns import LONG_TOKENS, SHORT_TOKENS
 
 
 class StepBuilder:
-    def __init__(self, budget_tokens: int, *, apart: bool) -> None:
+    def __init__(self, budget_tokens: int, phases: Phases, *, apart: bool) -> None:
         """budget_tokens: tokens left for prefill chunks. apart: chunks form a step of their own, which has the whole
         budget."""
         self.budget_tokens = budget_tokens
-        self._apart = apart
+        self._phases, self._apart = phases, apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
         self._has_short = self._has_long = False
+        self.is_closed = False  # a chunk must be alone
 
     def __len__(self) -> int:
         return len(self._decodes) + len(self._chunks)
@@ -35,19 +37,23 @@ class StepBuilder:
         if not self._apart:
             self.budget_tokens -= cost_tokens
 
-    def suits(self, prompt_tokens: int, most_tokens: int | None) -> bool:
-        """True if a prompt with this many tokens to compute may join: at most most_tokens, and in a step of chunks only
-        no short prompt beside a long one, whose end it would wait for."""
-        short, long = prompt_tokens <= SHORT_TOKENS, prompt_tokens >= LONG_TOKENS
-        if most_tokens is not None and prompt_tokens > most_tokens:
+    def suits(self, request: Request, prompt_tokens: int, room_tokens: int, *, only_whole: bool) -> bool:
+        """True if a prompt with this many tokens to compute may join: in a step of chunks only no short prompt beside a
+        long one, whose end it would wait for. only_whole: at most room_tokens, in a step that overtakes another one."""
+        if only_whole and prompt_tokens > room_tokens:
             return False
+        start = len(request.tokens) - prompt_tokens
+        if not self._phases.suits(request, start, room_tokens, beside_chunks=self.has_chunks, overtakes=only_whole):
+            return False
+        short, long = prompt_tokens <= SHORT_TOKENS, prompt_tokens >= LONG_TOKENS
         return not self._apart or not ((short and self._has_long) or (long and self._has_short))
 
-    def add_chunk(self, request: Request, num_tokens: int) -> None:
+    def add_chunk(self, request: Request, chunk: NextChunk) -> None:
         self._has_short |= request.num_left <= SHORT_TOKENS
         self._has_long |= request.num_left >= LONG_TOKENS
-        self._chunks[request.id] = self._item(request, num_tokens)
-        self.budget_tokens -= num_tokens
+        self._chunks[request.id] = self._item(request, chunk.num_tokens)
+        self.budget_tokens -= chunk.num_tokens + chunk.padding_tokens
+        self.is_closed |= chunk.alone
 
     def remove(self, request: Request) -> None:
         """Drop the items of a request that was preempted after it was added."""
