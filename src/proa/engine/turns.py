@@ -175,7 +175,7 @@ class PrefillTurns:
             self._learned = tokens, block_s
 
     def finish(self) -> None:
-        """Compute blocks for about 0.1 s (blocks_alone), or all that are left. Called when no request decodes. New
+        """Compute blocks for about 0.03 s (blocks_alone), or all that are left. Called when no request decodes. New
         requests and cancellations are seen in between."""
         self.rest()
         if self._held and not self._done:
