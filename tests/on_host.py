@@ -12,7 +12,9 @@ from torch import Tensor
 
 from have_gpu import HAVE_GPU
 from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.executors.lanes import Lanes
 from proa.engine.executors.session import Session
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
@@ -31,6 +33,9 @@ class HostQueue:
 
     def mark(self, *, timed: bool = False) -> HostMark:
         return HostMark()
+
+    def after(self, mark: Mark) -> None:
+        pass
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         return launch
@@ -114,7 +119,7 @@ def host_executor(
         cast(Decoder, OnHost(decoder)),
         caches,
         limits,
-        queue,
+        Lanes(queue),
         device_ops(queue.device),
         session,
         kept_blocks=kept_blocks,

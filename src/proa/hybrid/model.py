@@ -233,13 +233,18 @@ class HybridModel:
         """Whether a bank of the ring is smaller than a layer's experts, so that a pass may have groups of them."""
         return self.streaming is not None and len(self.streaming.overlay.residency) > 1
 
-    def begin_pass(self, tokens: int, chunks: int) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
-        a time. Returns the fraction of the experts in RAM that are copied to the GPU."""
+        a time. Returns the fraction of the experts in RAM that are copied to the GPU. beside: see Session."""
         if self.streaming is None:
             return 0.0
         heat = None if self.moves is None else self.moves.heat.heat
-        return self.streaming.begin(tokens, chunks, heat, self.counters())
+        return self.streaming.begin(tokens, chunks, heat, self.counters(), beside)
+
+    @property
+    def pass_is_alone(self) -> bool:
+        """See Session."""
+        return self.streaming is not None and self.streaming.alone
 
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -54,6 +55,11 @@ class Streamed(Protocol):
         """Whether launches belong to a pass now."""
 
     @property
+    def alone(self) -> bool:
+        """Whether the device computes all experts of the pass: nothing is handed over, and the doorbell, which decode
+        steps may use meanwhile, is left alone."""
+
+    @property
     def groups(self) -> int:
         """Number of groups in which the layer's experts are in the ring one after the other."""
 
@@ -78,7 +84,7 @@ class Streamed(Protocol):
 class NotStreamed:
     """The layer has no part in passes."""
 
-    active, groups, hands_over = False, 1, True
+    active, alone, groups, hands_over = False, False, 1, True
 
     def collect(self, later: Callable[[], None] | None = None) -> None:
         pass
@@ -132,6 +138,11 @@ class HybridExperts:
         return found
 
     @property
+    def _to_cpu(self) -> Transport | None:
+        """Where launches hand pairs over now."""
+        return None if self._streamed.active and self._streamed.alone else self._transport
+
+    @property
     def _grouped(self) -> bool:
         return self._streamed.active and self._streamed.groups > 1
 
@@ -143,22 +154,22 @@ class HybridExperts:
         return device
 
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway | InGroups:
-        device, weights = self._bound, chosen.weights
+        device, weights, transport = self._bound, chosen.weights, self._to_cpu
         if self._grouped and self._transport is not None:
             groups = self._in_groups[: self._streamed.groups]
-            return InGroups(groups, self._streamed, self._transport, self.layer, x, chosen)
+            return InGroups(groups, self._streamed, transport, self.layer, x, chosen)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
-        if self._transport is not None and not at.handed_over:
-            self._transport.push(x, at.cpu, weights, at.up, self._deferral.job(self.layer))
+        if transport is not None and not at.handed_over:
+            transport.push(x, at.cpu, weights, at.up, self._deferral.job(self.layer))
         streamed = self._streamed if self._streamed.active else NOT_STREAMED
         streamed.join()
         started = device.start(x, at, weights)
         streamed.leave()
-        return HybridUnderway(device, self._transport, at, weights, started, x, streamed)
+        return HybridUnderway(device, transport, at, weights, started, x, streamed)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
-        if self._transport is not None:
-            self._transport.foresee(x, slots, following, self._bound.residency.cpu, self.layer)
+        if (transport := self._to_cpu) is not None:
+            transport.foresee(x, slots, following, self._bound.residency.cpu, self.layer)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()
@@ -187,6 +198,8 @@ class HybridUnderway:
         return self._device.finish(self._started, self._x, self.at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:
+        if self._streamed.alone:  # zeros, as a pull without pairs: the same kernels, and the same bits
+            return self._x.new_zeros(self._x.shape, dtype=torch.float32)
         if self._transport is None:
             return None
         bell = self._device.waits(self._x)
@@ -206,10 +219,10 @@ class InGroups:
     """
 
     def __init__(
-        self, devices: Sequence[DeviceExperts], streamed: Streamed, transport: Transport, layer: int, x: Tensor,
+        self, devices: Sequence[DeviceExperts], streamed: Streamed, transport: Transport | None, layer: int, x: Tensor,
         chosen: Chosen,
     ) -> None:  # fmt: skip
-        """devices: the device's part of each group."""
+        """devices: the device's part of each group. transport: None if the CPU computes none of the pass."""
         self._devices, self._streamed, self._transport, self._layer = devices, streamed, transport, layer
         self._x, self._chosen = x, chosen
         self._total: Tensor | None = None  # float32 [T, hidden], of what was added up so far
@@ -223,8 +236,8 @@ class InGroups:
             if number:
                 yield
             at = device.locate(chosen.ids) if number else first
-            if self._streamed.hands_over:
-                self._streamed.collect(self._take)
+            if self._transport is not None and self._streamed.hands_over:
+                self._streamed.collect(partial(self._take, self._transport))
                 self._transport.push(x, first.cpu, chosen.weights, first.up, self._layer)
                 self._waits = True
             self._streamed.join()
@@ -235,10 +248,10 @@ class InGroups:
             else:
                 self._total = device.add(started, x, at, chosen.weights, self._total)
 
-    def _take(self) -> None:
+    def _take(self, transport: Transport) -> None:
         """Add the CPU's sum."""
         of_cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
-        self._transport.pull(of_cpu)
+        transport.pull(of_cpu)
         self._total = of_cpu if self._total is None else self._total.add_(of_cpu)
         self._waits = False
 

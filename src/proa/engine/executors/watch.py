@@ -42,7 +42,8 @@ class Health:
 class WatchedStep:
     """A launched step whose rows are checked for non-finite values. rows: the sampled ones, in the order of `spans`.
     next_step: launched after it, before its tokens were read. streamed: see StepResult. overtakes: a step in parts that
-    was launched while another one was unfinished."""
+    was launched while another one was unfinished. alone: a step in parts that the device computes without the CPU, so
+    that it may run beside whole steps; the session does not count its launches."""
 
     batch: StepBatch
     health: Health
@@ -52,6 +53,7 @@ class WatchedStep:
     next_step: WatchedStep | None = None
     streamed: float | None = None
     overtakes: bool = False
+    alone: bool = False
 
 
 class WatchedSession:
@@ -79,13 +81,16 @@ class WatchedSession:
         """Note how the experts in RAM are computed in a whole step."""
         step.streamed = 0.0 if self._session.has_experts else None
 
-    def begin_parts(self, step: WatchedStep, chunks: int) -> Callable[[int], AbstractContextManager[None]]:
+    def begin_parts(
+        self, step: WatchedStep, chunks: int, beside: float | None = None
+    ) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a step in parts, as a pass unless it overtakes one; notes how the experts in RAM are computed in it.
-        Returns the context of launches, by the first row of a chunk."""
+        Returns the context of launches, by the first row of a chunk. beside: see Session.begin_pass."""
         if step.overtakes:
             self.begin_step(step)
             return lambda first_row: nullcontext()
-        streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
+        streamed = self._session.begin_pass(step.batch.num_tokens, chunks, beside)
+        step.alone = self._session.pass_is_alone
         step.streamed = streamed if self._session.has_experts else None
         return self._session.in_parts
 
