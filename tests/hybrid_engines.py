@@ -46,7 +46,8 @@ RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at f
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
     has a copy of them as well. in_place: the device reads half of the missed experts in RAM, rounded up. prefill: a
-    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts."""
+    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts. beside:
+    for a simulated device: prompts that leave the CPU alone run beside decode steps, though one after the other."""
 
     share: float
     inclusive: bool = False
@@ -56,6 +57,7 @@ class Split:
     prefill: str | None = None
     ring_bytes: int = 1 << 20
     deferred: int = 0
+    beside: bool = False
 
     def placement(self, spec: Model) -> Placement:
         owners = {}
@@ -146,7 +148,9 @@ def load_split(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
         if not cuda:
-            return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True, chunk_rows=limits.rows)
+            return EagerExecutor(
+                model, caches, limits.page_tokens, hybrid, overlap=True, chunk_rows=limits.rows, beside=split.beside
+            )
         new_queue = _cuda("engine.executors.device_queue").CudaQueue
         lanes = Lanes(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
         graphs = _cuda("engine.executors.graphs")

@@ -107,7 +107,7 @@ def _live(step: Step) -> tuple[int, Step]:
 
 def host_executor(
     decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = (),
-    session: Session | None = None,
+    session: Session | None = None, lanes: Lanes | None = None,
 ) -> GraphExecutor:  # fmt: skip
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
     if not HAVE_GPU:  # a test without the fixture `device`: the interpreter would take twice the time
@@ -119,7 +119,7 @@ def host_executor(
         cast(Decoder, OnHost(decoder)),
         caches,
         limits,
-        Lanes(queue),
+        lanes or Lanes(queue),
         device_ops(queue.device),
         session,
         kept_blocks=kept_blocks,

@@ -137,12 +137,11 @@ class GraphExecutor:
         if in_parts:
             return self.launch_beside(batch, 0.0)
         step, rows_each = GraphStep(batch, Health(followed=after is not None)), self._rows_each(batch)
-        decodes = after is not None or rows_each > 0
-        if not decodes and self._unfinished:
+        if not rows_each and self._unfinished:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
         # Steps of many rows share buffers with chunks of prompts.
         wide = self._bucket(batch) * rows_each >= FEW_ROWS
-        with self._lanes.on_steps(ordered=wide) if decodes else self._lanes.on_prompts():
+        with self._lanes.on_steps(ordered=wide) if rows_each else self._lanes.on_prompts():
             self._copy_states(batch.copies_before)
             self._session.begin_step(step)
             if after is not None:
@@ -442,7 +441,8 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def cancel(self, step: GraphStep) -> None:
-        with self._lanes.on_steps(ordered=True):
+        self._lanes.apart = False
+        with self._lanes.on_steps():
             self._lanes.finish()
             self._session.end_until(self._session.num_launched)
             if step in self._unfinished:
