@@ -16,7 +16,7 @@ from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor
-from proa.engine.executors.lanes import Lanes
+from proa.engine.executors.queues import Queues
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement, PromptParts
@@ -152,9 +152,9 @@ def load_split(
                 model, caches, limits.page_tokens, hybrid, overlap=True, chunk_rows=limits.rows, beside=split.beside
             )
         new_queue = _cuda("engine.executors.device_queue").CudaQueue
-        lanes = Lanes(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
+        queues = Queues(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
         graphs = _cuda("engine.executors.graphs")
-        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, lanes, device_ops, hybrid)
+        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queues, device_ops, hybrid)
         return executor
 
     return Loaded(spec, make)

@@ -16,7 +16,7 @@ from proa.engine.executors.ahead import FIRST_UNITS
 from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.engine.executors.executor import Pace
 from proa.engine.executors.graphs import GraphExecutor, GraphStep
-from proa.engine.executors.lanes import Lanes
+from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession
 from proa.engine.turns import MOST_OVER, STEPS, PrefillTurns
 from proa.layers.decoder import Decoder
@@ -86,8 +86,8 @@ class Case:
     def __init__(self, decoder: Decoder) -> None:
         self.session, self.prompts = Alone(), LateQueue()
         caches = allocate_pool(decoder.spec, PAGES, PAGE_TOKENS, torch.bfloat16, sequences=RUNNING)
-        self.lanes = Lanes(HostQueue(), self.prompts)
-        self.executor: GraphExecutor = host_executor(decoder, caches, LIMITS, session=self.session, lanes=self.lanes)
+        self.queues = Queues(HostQueue(), self.prompts)
+        self.executor: GraphExecutor = host_executor(decoder, caches, LIMITS, session=self.session, queues=self.queues)
         self.position = 0
 
     def prompt(self, count: int, share: float = 0.6) -> GraphStep:
@@ -123,7 +123,7 @@ def test_a_prompt_beside_decode_has_its_logits(decoder: Decoder) -> None:
         for turn in range(1000):
             beside = way == "beside" or (way == "both" and turn % 2 > 0)
             done = case.executor.keep_ahead(step) if beside else case.executor.advance(step, 1)
-            assert case.lanes.apart == beside
+            assert case.queues.apart == beside
             case.decode()
             if done:
                 break
@@ -167,7 +167,7 @@ def test_the_device_is_never_far_ahead(decoder: Decoder) -> None:
     case.executor.cancel(step)
     assert case.session.calls[-1] == "end pass"
     assert case.executor._session.num_in_flight == 0
-    assert not case.lanes.apart
+    assert not case.queues.apart
     again = case.prompt(300)
     assert case.executor._ahead.room == FIRST_UNITS
     while not case.executor.keep_ahead(again):
@@ -199,7 +199,7 @@ def test_a_prompt_that_began_alone_goes_on_beside_decode(decoder: Decoder) -> No
     case = Case(decoder)
     step = case.executor.launch(StepBatch([span(300)]), in_parts=True)
     case.executor.advance(step, 2)
-    assert not case.lanes.apart
+    assert not case.queues.apart
     while not case.executor.keep_ahead(step):
         case.decode()
     beside = case.logits(step)

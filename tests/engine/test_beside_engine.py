@@ -240,14 +240,14 @@ def poison(one: Beside, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_at_any_time_leave_nothing(kind: str, make: Make) -> None:
     """Long and short prompts, aborts and preemptions, with prompts beside decode: all answers end, no page is lost."""
-    one = make(kind, "qwen3-next", over_rows=8, pages=260)
-    rng, waiting, alive = random.Random(3), 14, set[str]()
+    one = make(kind, "qwen3-next", over_rows=8, pages=SIZES[kind].long // 2 + 20)
+    rng, waiting, alive = random.Random(3), 24, set[str]()
     lengths = (2, 6, one.size.long // 2, one.size.long)
     for step in range(3000):
-        if waiting and (step % 5 == 0 or not one.engine.has_work):
+        if waiting and (step % 3 == 0 or not one.engine.has_work):
             waiting -= 1
             alive.add(f"r{waiting}")
-            one.engine.submit(request(f"r{waiting}", prompt(rng.choice(lengths), waiting), rng.randrange(2, 30)))
+            one.engine.submit(request(f"r{waiting}", prompt(rng.choice(lengths), waiting), rng.randrange(20, 90)))
         if alive and rng.random() < 0.03:
             one.engine.abort(name := rng.choice(sorted(alive)))
             alive.discard(name)
@@ -261,6 +261,7 @@ def test_requests_at_any_time_leave_nothing(kind: str, make: Make) -> None:
     assert not alive
     assert not one.engine.has_work
     assert "keep_ahead" in one.calls
+    assert one.engine.stats().scheduler.preemptions > 0
     assert one.all_free()
 
 

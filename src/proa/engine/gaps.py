@@ -42,6 +42,5 @@ class DecodeGaps:
         """given_up: see GapStats."""
         (undisturbed, beside), seconds = self._counts, self._seconds
         return GapStats(
-            undisturbed, seconds[0], beside, seconds[1], self._over_limit, self._longest_s, self._limit_s,
-            given_up,
-        )  # fmt: skip
+            undisturbed, seconds[0], beside, seconds[1], self._over_limit, given_up, self._longest_s, self._limit_s
+        )

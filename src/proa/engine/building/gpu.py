@@ -37,7 +37,7 @@ from proa.engine.count_saver import CountSaver
 from proa.engine.executors.batch import step_limits
 from proa.engine.executors.device_queue import CudaQueue
 from proa.engine.executors.graphs import GraphExecutor
-from proa.engine.executors.lanes import Lanes
+from proa.engine.executors.queues import Queues
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import CoFetch
@@ -152,7 +152,7 @@ class GpuBuild:
         )  # fmt: skip
         self._choose_attention(caches)
         executor = GraphExecutor(
-            self.model, caches, step_limits(plan), self._lanes(), self._ops, self._hybrid,
+            self.model, caches, step_limits(plan), self._queues(), self._ops, self._hybrid,
             deterministic=plan.deterministic,
         )  # fmt: skip
         self._timeline.mark("caches")
@@ -165,12 +165,12 @@ class GpuBuild:
         self._timeline.mark("plan trial")
         return Runner(executor, plan.page_tokens)
 
-    def _lanes(self) -> Lanes:
+    def _queues(self) -> Queues:
         """Prompts have a queue of their own if they can run beside decode steps, whose kernels then come first."""
         sleeps = not self._gpu.gpu_only
         if self._hybrid.streaming is None:
-            return Lanes(CudaQueue(self._device, sleeps=sleeps))
-        return Lanes(CudaQueue(self._device, sleeps=sleeps, first=True), CudaQueue(self._device, sleeps=sleeps))
+            return Queues(CudaQueue(self._device, sleeps=sleeps))
+        return Queues(CudaQueue(self._device, sleeps=sleeps, first=True), CudaQueue(self._device, sleeps=sleeps))
 
     def _choose_attention(self, caches: Caches) -> None:
         segmented, row = self._trial.result(caches)

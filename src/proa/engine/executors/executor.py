@@ -5,7 +5,7 @@ in which the engine makes these calls are its schedules:
 
     one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
     overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
-    prefill between decode   launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
+    prefill in turns         launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
     prefill beside decode    launch_beside(p), then whole steps are computed while keep_ahead(p) is called between and
                              during them, sample(p) wait(p)
     one overtakes            launch(p, in_parts=True), advance(p), launch(q, in_parts=True), advance(q), sample(q)

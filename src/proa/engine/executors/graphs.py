@@ -27,8 +27,8 @@ from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
 from proa.engine.executors.host_block import HostBlock
-from proa.engine.executors.lanes import Lanes
 from proa.engine.executors.parts import BlockByBlock, Chunk
+from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
@@ -72,14 +72,14 @@ class GraphExecutor:
     there are two: the memory of their activations is that of one queue alone."""
 
     def __init__(
-        self, model: Decoder, caches: Caches, limits: StepLimits, lanes: Lanes, ops: DeviceOps,
+        self, model: Decoder, caches: Caches, limits: StepLimits, queues: Queues, ops: DeviceOps,
         session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""
         self.spec, self.clock = model.spec, StepClock()
-        queue = lanes.steps
-        self._model, self.caches, self._limits, self._lanes, self._queue = model, caches, limits, lanes, queue
+        queue = queues.steps
+        self._model, self.caches, self._limits, self._queues, self._queue = model, caches, limits, queues, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
@@ -111,19 +111,19 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
-        with self._lanes.on_steps():
+        with self._queues.on_steps():
             self._capture(bucket, 1)
             self._capture_head(bucket)
 
     @torch.inference_mode()
     def _warm_sampler(self) -> None:
-        with self._lanes.on_steps():
+        with self._queues.on_steps():
             self._on.sampler.warm_up(self._on.logits, self._on.best)
             self._queue.finish()
 
     @torch.inference_mode()
     def _warm_prefill(self, rows: int) -> None:
-        with self._lanes.on_prompts():
+        with self._queues.on_prompts():
             self._on.inputs.fill((), self._limits.page_tokens)
             self._begin()
             self._on.inputs.copy()
@@ -141,7 +141,7 @@ class GraphExecutor:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
         # Steps of many rows share buffers with chunks of prompts.
         wide = self._bucket(batch) * rows_each >= FEW_ROWS
-        with self._lanes.on_steps(ordered=wide) if rows_each else self._lanes.on_prompts():
+        with self._queues.on_steps(ordered=wide) if rows_each else self._queues.on_prompts():
             self._copy_states(batch.copies_before)
             self._session.begin_step(step)
             if after is not None:
@@ -157,8 +157,8 @@ class GraphExecutor:
     @torch.inference_mode()
     def launch_beside(self, batch: StepBatch, share: float) -> GraphStep:
         step = GraphStep(batch, Health(), overtakes=bool(self._unfinished))
-        self._lanes.apart = False
-        with self._lanes.on_prompts():
+        self._queues.apart = False
+        with self._queues.on_prompts():
             self._copy_states(batch.copies_before)
             self._launch_in_parts(step, share)
         return step
@@ -190,8 +190,8 @@ class GraphExecutor:
     def _begin_time(self) -> None:
         """Time a decode step, unless a prompt is computed beside it: the time that it takes alone decides how long
         prompts may delay it, and must be known before one comes that could run beside it."""
-        if not self._lanes.apart and (self._unfinished or self._lanes.separate):
-            self._timer.begin(self._lanes.steps)
+        if not self._queues.apart and (self._unfinished or self._queues.separate):
+            self._timer.begin(self._queues.steps)
 
     def _follow(self, step: GraphStep, after: GraphStep) -> None:
         """Launch a step whose tokens are copied on the device from the results of `after`. It replays the graph of
@@ -260,7 +260,7 @@ class GraphExecutor:
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
         least = min(len(chunk.tokens) for chunk in chunks)
-        may_run_beside = self._lanes.separate and not step.overtakes and least >= FEW_ROWS
+        may_run_beside = self._queues.separate and not step.overtakes and least >= FEW_ROWS
         launching = self._session.begin_parts(step, len(cut), share if may_run_beside else None)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
@@ -269,18 +269,18 @@ class GraphExecutor:
     @torch.inference_mode()
     def advance(self, step: GraphStep, blocks: int) -> bool:
         parts = unfinished(step.parts)
-        self._lanes.apart = False
+        self._queues.apart = False
         if parts.done:  # launched beside whole steps
             return True
-        with self._lanes.on_prompts():
+        with self._queues.on_prompts():
             if len(self._parts_ahead) == _MOST_PARTS_AHEAD:
                 self._parts_ahead.popleft().wait()
             if not step.alone:
                 self._begin()
-            self._timer.begin(self._lanes.prompts)
+            self._timer.begin(self._queues.prompts)
             count = parts.advance(blocks)
             self._session.pause_pass()
-            self._parts_ahead.append(self._lanes.prompts.mark())
+            self._parts_ahead.append(self._queues.prompts.mark())
             self._timer.end(count)
             if not step.alone:
                 self._session.launched()
@@ -296,14 +296,14 @@ class GraphExecutor:
         parts, room = unfinished(step.parts), self._ahead.room
         if not step.alone:
             raise ValueError("a step that needs the CPU cannot run beside others: advance it between them")
-        self._lanes.apart = True
-        with self._lanes.on_prompts():
+        self._queues.apart = True
+        with self._queues.on_prompts():
             while room and not parts.done:
-                begin = self._lanes.prompts.mark(timed=True)
+                begin = self._queues.prompts.mark(timed=True)
                 parts.advance(1)
                 if parts.done:
                     self._copy_states(step.batch.copies_after)
-                self._ahead.launched(begin, self._lanes.prompts.mark(timed=True))
+                self._ahead.launched(begin, self._queues.prompts.mark(timed=True))
                 room -= 1
         return parts.done and not self._ahead.pending
 
@@ -363,11 +363,11 @@ class GraphExecutor:
     def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
         if step.parts is not None:
-            self._lanes.apart = False
-            with self._lanes.on_prompts():
+            self._queues.apart = False
+            with self._queues.on_prompts():
                 step.hidden = step.parts.hidden
             self._remove(step)
-        with self._lanes.on_steps():
+        with self._queues.on_steps():
             if step.alone:  # of all its launches, none of which was counted
                 self._begin()
                 self._session.end_parts(step)
@@ -402,7 +402,7 @@ class GraphExecutor:
             raise ValueError("wait() needs a step that was sampled: call sample() first, also for a step with no spans")
         step.done.wait()
         self._session.end_until(step.num_launched)
-        with self._lanes.on_steps():
+        with self._queues.on_steps():
             tokens: list[int] = self._host_best[: len(step.rows)].tolist()
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
@@ -441,9 +441,9 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def cancel(self, step: GraphStep) -> None:
-        self._lanes.apart = False
-        with self._lanes.on_steps():
-            self._lanes.finish()
+        self._queues.apart = False
+        with self._queues.on_steps():
+            self._queues.finish()
             self._session.end_until(self._session.num_launched)
             if step in self._unfinished:
                 self._remove(step)
@@ -462,7 +462,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def logits_of(self, step: GraphStep, rows: Sequence[int]) -> Tensor:
-        with self._lanes.on_steps():
+        with self._queues.on_steps():
             self._launch_head(step, rows, ())
             self._queue.finish()
             return self._on.logits[: len(rows)].cpu()
@@ -483,7 +483,7 @@ class GraphExecutor:
     def _settle(self) -> None:
         """Wait for all launches and end their sessions."""
         if self._session.num_in_flight:
-            self._lanes.finish()
+            self._queues.finish()
             self._session.end_until(self._session.num_launched)
 
 

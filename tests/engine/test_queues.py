@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proa.engine.executors.ahead import AHEAD_S, FIRST_UNITS, MOST_UNITS, PartsAhead
 from proa.engine.executors.device_queue import Mark
-from proa.engine.executors.lanes import PROMPTS, STEPS, Lanes
+from proa.engine.executors.queues import PROMPTS, STEPS, Queues
 
 
 class Point:
@@ -64,27 +64,27 @@ KINDS = st.tuples(st.sampled_from([STEPS, PROMPTS]), st.booleans(), st.booleans(
 @given(st.lists(KINDS, max_size=30))
 def test_launches_wait_for_the_other_queue_unless_both_may_run_beside_it(asked: list[tuple[int, bool, bool]]) -> None:
     """Two launches on different queues are unordered only if neither was to be ordered, when it was launched."""
-    queues = Noting(), Noting()
-    lanes, launched = Lanes(*queues), list[tuple[int, bool]]()
-    for number, (lane, apart, wide) in enumerate(asked):
-        lanes.apart = apart
-        ordered = not apart or (lane == STEPS and wide)
-        with lanes.on_steps(ordered=wide) if lane == STEPS else lanes.on_prompts():
-            before = queues[lane].launch(number)
+    sides = Noting(), Noting()
+    queues, launched = Queues(*sides), list[tuple[int, bool]]()
+    for number, (side, apart, wide) in enumerate(asked):
+        queues.apart = apart
+        ordered = not apart or (side == STEPS and wide)
+        with queues.on_steps(ordered=wide) if side == STEPS else queues.on_prompts():
+            before = sides[side].launch(number)
         for earlier, (of, was_ordered) in enumerate(launched):
-            if of == lane or ordered or was_ordered:
+            if of == side or ordered or was_ordered:
                 assert earlier in before, (number, earlier)
-        if lane == PROMPTS and apart and all(not was for _, was in launched):
+        if side == PROMPTS and apart and all(not was for _, was in launched):
             assert not any(of == STEPS and i in before for i, (of, _) in enumerate(launched)), "it waits in vain"
-        launched.append((lane, ordered))
+        launched.append((side, ordered))
 
 
 def test_one_queue_needs_no_marks() -> None:
     queue = Noting()
-    lanes = Lanes(queue)
-    assert not lanes.separate
+    queues = Queues(queue)
+    assert not queues.separate
     for number in range(4):
-        with lanes.on_steps() if number % 2 else lanes.on_prompts():
+        with queues.on_steps() if number % 2 else queues.on_prompts():
             assert queue.launch(number) == frozenset(range(number))
 
 

@@ -14,24 +14,24 @@ from proa.engine.executors.device_queue import Mark, Queue
 STEPS, PROMPTS = range(2)
 
 
-class Lanes:
+class Queues:
     """apart: launches on one queue do not wait for those on the other, except for those that were launched before
     `apart` was set. A launch after it is reset waits for all."""
 
     def __init__(self, steps: Queue, prompts: Queue | None = None) -> None:
         """prompts: None: there is one queue for both."""
-        self._queues = (steps, prompts or steps)
+        self._both = (steps, prompts or steps)
         self.apart = False
         self._unseen = [False, False]  # has launches that the other queue has not waited for
         self._owed: list[Mark | None] = [None, None]  # of the other queue: the next launch waits for it in any case
 
     @property
     def steps(self) -> Queue:
-        return self._queues[STEPS]
+        return self._both[STEPS]
 
     @property
     def prompts(self) -> Queue:
-        return self._queues[PROMPTS]
+        return self._both[PROMPTS]
 
     @property
     def separate(self) -> bool:
@@ -51,27 +51,27 @@ class Lanes:
             yield
 
     @contextmanager
-    def _on(self, lane: int, *, ordered: bool) -> Iterator[None]:
-        queue, other = self._queues[lane], 1 - lane
+    def _on(self, side: int, *, ordered: bool) -> Iterator[None]:
+        queue, other = self._both[side], 1 - side
         with queue.current():
             if self.separate:
-                self._join(lane, ordered=ordered)
+                self._join(side, ordered=ordered)
             try:
                 yield
             finally:
                 if self.separate:
-                    self._unseen[lane] = True
+                    self._unseen[side] = True
                     if ordered:
                         self._owed[other] = queue.mark()
 
-    def _join(self, lane: int, *, ordered: bool) -> None:
-        other = 1 - lane
+    def _join(self, side: int, *, ordered: bool) -> None:
+        other = 1 - side
         if ordered and self._unseen[other]:
-            self._queues[lane].after(self._queues[other].mark())
+            self._both[side].after(self._both[other].mark())
             self._unseen[other] = False
-        elif not ordered and (owed := self._owed[lane]) is not None:
-            self._queues[lane].after(owed)
-        self._owed[lane] = None
+        elif not ordered and (owed := self._owed[side]) is not None:
+            self._both[side].after(owed)
+        self._owed[side] = None
 
     def finish(self) -> None:
         """Wait until everything launched so far has ended."""
