@@ -297,14 +297,14 @@ class GraphExecutor:
         if not step.alone:
             raise ValueError("a step that needs the CPU cannot run beside others: advance it between them")
         self._queues.apart = True
-        with self._queues.on_prompts():
-            while room and not parts.done:
+        while room and not parts.done:
+            room -= 1
+            with self._queues.on_prompts():
                 begin = self._queues.prompts.mark(timed=True)
                 parts.advance(1)
                 if parts.done:
                     self._copy_states(step.batch.copies_after)
                 self._ahead.launched(begin, self._queues.prompts.mark(timed=True))
-                room -= 1
         return parts.done and not self._ahead.pending
 
     def ended(self, step: GraphStep) -> bool:
