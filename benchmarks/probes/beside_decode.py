@@ -8,6 +8,7 @@ Ways:
     turns       decode steps and layers of the prompt take turns
     beside      the prompt on a stream of lower priority than decode's, as in service
     equal       on a stream of the same priority
+    co-fetch    as beside, but decode steps go on reading some experts in RAM over PCIe
     green N     on a stream of a green context that leaves N processors to decode (torch.cuda.green_contexts)
 One JSON line a way: ms to the first token, tokens/s and their share of the speed alone; the undisturbed gap, the mean,
 99th percentile and longest gap meanwhile, in ms and times the undisturbed one; prompts that went on in turns because
@@ -120,11 +121,14 @@ def set_way(engine: Engine, way: str, at_first: Queues) -> object:
     device, kept = executor._queues.steps.device, None  # type: ignore[attr-defined]
     vars(runner).pop("runs_beside", None)
     vars(runner).pop("launch_beside", None)
-    prompts = at_first.prompts
+    prompts, hybrid = at_first.prompts, executor._session._session  # type: ignore[attr-defined]
+    vars(hybrid).pop("_pause_co_fetch", None)
     if way == "turns":
         launch = type(runner).launch_beside
         runner.runs_beside = lambda flight: False  # type: ignore[method-assign]
         runner.launch_beside = lambda plan, share: launch(runner, plan, 0.0)  # type: ignore[method-assign]
+    elif way == "co-fetch":
+        hybrid._pause_co_fetch = lambda: None
     elif way == "equal":
         prompts = CudaQueue(device, sleeps=True, first=True)
     elif way.startswith("green"):
@@ -204,7 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", type=int, default=16384)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--way", nargs="+", default=["turns", "beside", "equal", "green 8", "green 16", "green 32"]
+        "--way", nargs="+", default=["turns", "beside", "co-fetch", "equal", "green 8", "green 16", "green 32"]
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         measure(parser.parse_args(), made)

@@ -120,6 +120,8 @@ def test_a_prompt_beside_decode_has_its_logits(decoder: Decoder) -> None:
         case = Case(decoder)
         step, done = case.prompt(300), False
         assert case.executor.runs_beside(step)
+        assert case.queues.apart
+        case.decode()
         for turn in range(1000):
             beside = way == "beside" or (way == "both" and turn % 2 > 0)
             done = case.executor.keep_ahead(step) if beside else case.executor.advance(step, 1)
@@ -332,6 +334,9 @@ def test_without_decode_it_is_not_beside() -> None:
     turns.finish()
     assert runner.calls[-1] == "turn"
     assert turns.meanwhile is None
+    runner.now_s += 100  # nothing decodes
+    runner.step(turns)
+    assert turns._beside._over == 0, "that was no gap"
 
 
 def test_a_cancelled_prompt_is_forgotten() -> None:

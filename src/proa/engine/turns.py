@@ -225,6 +225,7 @@ class PrefillTurns:
     def rest(self) -> None:
         """No request decodes any more: the next prefill step need not fit between decode steps."""
         self._decoding = False
+        self._beside.interrupt()
 
     def progress(self) -> list[tuple[StepPlan, float]]:
         """The held steps of which some blocks are computed and some are not, and the fraction that is."""
@@ -254,7 +255,7 @@ class _Beside:
         self.exceeded, self._over, self._last_s = False, 0, 0.0
 
     def interrupt(self) -> None:
-        """The next gap is not one beside the step: it begins in a turn."""
+        """The next gap is not one beside the step: it begins in a turn, or with no request that decodes."""
         self._last_s = 0.0
 
     def exceeds(self, now_s: float, limit_s: float) -> bool:

@@ -91,6 +91,7 @@ class HybridModel:
         self.counting: Counting | None = None
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
+        self._co_fetch_paused = False  # by a pass that runs beside decode steps
         self.tables: Tables | None = None
         self.streaming: Streaming | None = None
         self._pass_launch = 0  # the last launch of the last pass
@@ -239,7 +240,21 @@ class HybridModel:
         if self.streaming is None:
             return 0.0
         heat = None if self.moves is None else self.moves.heat.heat
-        return self.streaming.begin(tokens, chunks, heat, self.counters(), beside)
+        streamed = self.streaming.begin(tokens, chunks, heat, self.counters(), beside)
+        if self.streaming.alone:
+            self._pause_co_fetch()
+        return streamed
+
+    def _pause_co_fetch(self) -> None:
+        """Leave PCIe to the copies of a pass that runs beside decode steps: the CPU computes all experts in RAM."""
+        if self.co_fetch is not None and self.co_fetch.on and self.tables is not None:
+            self._co_fetch_paused, self.co_fetch.on = True, False
+            self.tables.share(self.co_fetch.in_force)
+
+    def _resume_co_fetch(self) -> None:
+        if self._co_fetch_paused and self.co_fetch is not None and self.tables is not None:
+            self._co_fetch_paused, self.co_fetch.on = False, True
+            self.tables.share(self.co_fetch.in_force)
 
     @property
     def pass_is_alone(self) -> bool:
@@ -255,6 +270,7 @@ class HybridModel:
         """The step in parts was launched whole, or was given up after all launches ended."""
         if self.streaming is not None:
             self.streaming.end()
+            self._resume_co_fetch()
             self._pass_launch = self._launched
             if self._ended == self._launched:
                 self.streaming.measure(self.counters())

@@ -139,8 +139,7 @@ class GraphExecutor:
         step, rows_each = GraphStep(batch, Health(followed=after is not None)), self._rows_each(batch)
         if not rows_each and self._unfinished:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
-        # Steps of many rows share buffers with chunks of prompts.
-        wide = self._bucket(batch) * rows_each >= FEW_ROWS
+        wide = self._bucket(batch) * rows_each >= FEW_ROWS  # shares buffers with chunks of prompts
         with self._queues.on_steps(ordered=wide) if rows_each else self._queues.on_prompts():
             self._copy_states(batch.copies_before)
             self._session.begin_step(step)
@@ -161,6 +160,7 @@ class GraphExecutor:
         with self._queues.on_prompts():
             self._copy_states(batch.copies_before)
             self._launch_in_parts(step, share)
+        self._queues.apart = step.alone and share > 0  # it need not wait for the decode step that comes next
         return step
 
     def runs_beside(self, step: GraphStep) -> bool:
