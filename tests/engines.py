@@ -48,8 +48,8 @@ class RecordingRunner(Runner):
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.rows_computed = 0
 
-    def wait(self, flight: Flight) -> StepOutput:
-        out = super().wait(flight)
+    def wait(self, flight: Flight, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        out = super().wait(flight, meanwhile)
         parts, plan = [], flight.plan
         for first in range(0, plan.num_tokens, HEAD_ROWS):
             rows = range(first, min(first + HEAD_ROWS, plan.num_tokens))

@@ -14,8 +14,9 @@ from engines import COPIES, Loaded
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import StepLimits
-from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.eager import EagerExecutor, LikeGpu
 from proa.engine.executors.executor import Executor
+from proa.engine.executors.queues import Queues
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement, PromptParts
@@ -45,7 +46,8 @@ RATES = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-6))  # of streamed prefill at f
 class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
     has a copy of them as well. in_place: the device reads half of the missed experts in RAM, rounded up. prefill: a
-    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts."""
+    value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts. beside:
+    for a simulated device: prompts that leave the CPU alone run beside decode steps, though one after the other."""
 
     share: float
     inclusive: bool = False
@@ -55,6 +57,7 @@ class Split:
     prefill: str | None = None
     ring_bytes: int = 1 << 20
     deferred: int = 0
+    beside: bool = False
 
     def placement(self, spec: Model) -> Placement:
         owners = {}
@@ -145,10 +148,12 @@ def load_split(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
         if not cuda:
-            return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True, chunk_rows=limits.rows)
-        queue = _cuda("engine.executors.device_queue").CudaQueue(at)
+            like = LikeGpu(overlap=True, chunk_rows=limits.rows, beside=split.beside)
+            return EagerExecutor(model, caches, limits.page_tokens, hybrid, like=like)
+        new_queue = _cuda("engine.executors.device_queue").CudaQueue
+        queues = Queues(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
         graphs = _cuda("engine.executors.graphs")
-        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queue, device_ops, hybrid)
+        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queues, device_ops, hybrid)
         return executor
 
     return Loaded(spec, make)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from have_gpu import HAVE_GPU
 from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import Session
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
@@ -31,6 +33,9 @@ class HostQueue:
 
     def mark(self, *, timed: bool = False) -> HostMark:
         return HostMark()
+
+    def after(self, mark: Mark) -> None:
+        pass
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         return launch
@@ -102,7 +107,7 @@ def _live(step: Step) -> tuple[int, Step]:
 
 def host_executor(
     decoder: Decoder, caches: Caches, limits: StepLimits, *, kept_blocks: Sequence[int] = (),
-    session: Session | None = None,
+    session: Session | None = None, queues: Queues | None = None,
 ) -> GraphExecutor:  # fmt: skip
     """A GraphExecutor on the CPU. decoder: with reference ops in bfloat16."""
     if not HAVE_GPU:  # a test without the fixture `device`: the interpreter would take twice the time
@@ -114,7 +119,7 @@ def host_executor(
         cast(Decoder, OnHost(decoder)),
         caches,
         limits,
-        queue,
+        queues or Queues(queue),
         device_ops(queue.device),
         session,
         kept_blocks=kept_blocks,

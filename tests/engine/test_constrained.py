@@ -20,7 +20,7 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepLimits
-from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.eager import EagerExecutor, LikeGpu
 from proa.engine.executors.executor import Executor
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
@@ -58,7 +58,7 @@ def executor_of(decoder: Decoder, kind: str, num_pages: int) -> Executor[Any]:
     dtype = decoder.norm.weight.dtype
     caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, dtype, sequences=RUNNING + COPIES)
     if kind != "graphs":
-        return EagerExecutor(decoder, caches, PAGE_TOKENS, overlap=kind == "overlap")
+        return EagerExecutor(decoder, caches, PAGE_TOKENS, like=LikeGpu(overlap=kind == "overlap"))
     on_host = importlib.import_module("on_host")  # needs Triton
     limits = StepLimits(ROWS, RUNNING, CONTEXT, PAGE_TOKENS, 64)
     executor: Executor[Any] = on_host.host_executor(decoder, caches, limits)

@@ -30,10 +30,10 @@ class Clock:
 @pytest.fixture
 def timed() -> tuple[StepTimer, Callable[[float, int], None]]:
     clock: Any = Clock()
-    timer = StepTimer(clock)
+    timer = StepTimer()
 
     def launch(seconds: float, blocks: int) -> None:
-        timer.begin()
+        timer.begin(clock)
         clock.now_s += seconds
         timer.end(blocks)
 

@@ -487,14 +487,13 @@ def test_a_prompt_is_cut_only_beside_decode(
     finish_all(case.engine)
     if decoding:
         decode(case, 1, 100)
-    launch = case.executor.launch
+    launch = case.executor.launch_beside
 
-    def noted(batch: StepBatch, after: object = None, *, in_parts: bool = False) -> object:
-        if in_parts:
-            launched.append(batch.num_tokens)
-        return launch(batch, after, in_parts=in_parts)
+    def noted(batch: StepBatch, share: float) -> object:
+        launched.append(batch.num_tokens)
+        return launch(batch, share)
 
-    case.executor.launch = noted  # type: ignore[method-assign]
+    case.executor.launch_beside = noted  # type: ignore[method-assign]
     case.engine.submit(request("prompt", prompt(180), 2))
     finish_all(case.engine)
     assert launched == lengths

@@ -38,6 +38,12 @@ class Simulated:
         self.lengths.append(plan.num_tokens)
         return SimpleNamespace(plan=plan, left=BLOCKS)
 
+    def launch_beside(self, plan: Any, share: float) -> Any:
+        return self.launch(plan, in_parts=True)
+
+    def runs_beside(self, flight: Any) -> bool:
+        return False
+
     def advance(self, flight: Any, blocks: int) -> bool:
         assert blocks > 0
         blocks = min(blocks, flight.left)

@@ -5,6 +5,7 @@ the allocator) stands in test_gpu_memory.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
 from proa.hybrid.faults import FaultRecords
+from proa.hybrid.gpu_experts import GpuSpaces
 from proa.models.spec import (
     Attention,
     Block,
@@ -180,6 +182,21 @@ def test_layers_of_one_shape_share_their_space() -> None:
     assert vram.experts_bytes(one, {}, 512) == sizes.expert_space_bytes(512, 8, 128, 2048, 768)
     both = vram.experts_bytes(one, {}, 512) + sizes.expert_space_bytes(512, 8, 64, 2048, 704)
     assert vram.experts_bytes(mixed, {}, 512) == both
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_few_rows_beside_prompts_have_a_space_of_their_own(tokens: int, beside: bool) -> None:
+    spaces = GpuSpaces(OPS, tokens, 8, beside=beside)
+    slots = SimpleNamespace(up=torch.zeros(0, device=META))
+    layer: Any = SimpleNamespace(hidden=2048, experts=128, shape=ExpertShape(2048, 768), slots=slots)
+    many, few = spaces.of(layer), spaces.of(layer, few=True)
+    assert spaces.of(layer) is many
+    assert (few is not many) == (beside and tokens >= sizes.FEW_ROWS)
+    if few is not many:
+        assert vram.experts_bytes(model(attention(4), MOE), {}, sizes.FEW_ROWS - 1) == device_bytes(few)
+        least = device_bytes(few) + vram.CUBLAS_BYTES
+        assert vram.beside_bytes(model(attention(4), MOE), {}, tokens) > least
 
 
 # ---- together

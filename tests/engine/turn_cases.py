@@ -48,17 +48,21 @@ def case_of(
     pages: int = PAGES,
     rows: int = ROWS,
     over_rows: int = 0,
+    pass_rows: int = 0,
 ) -> Case:
     """durations: of a decode step and of a prefill block, instead of measured ones. over_rows: most rows of a step that
-    overtakes another one; they always may, but not two in succession."""
+    overtakes another one; they always may, but not two in succession. pass_rows: of a prefill step; 0: rows."""
     context = max(PAGES, pages) * PAGE_TOKENS
-    limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
-    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS, over_rows=over_rows), pages)
+    limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000, pass_tokens=pass_rows)
+    executor = model.make(
+        StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS, pass_rows=pass_rows, over_rows=over_rows), pages
+    )
     executor.pace = lambda: Pace(*durations)  # type: ignore[method-assign]
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=turns)
     runner = Runner(executor, PAGE_TOKENS)
-    made = PrefillTurns(runner, GapLimit(factor=2.0), over_tokens=over_rows) if turns else None
+    fixed = pass_rows > 0
+    made = PrefillTurns(runner, GapLimit(factor=2.0), fixed=fixed, over_tokens=over_rows) if turns else None
     if made is not None:
         made.short_tokens = lambda: over_rows if len(made._held) == 1 else 0  # type: ignore[method-assign]
     engine = Engine(runner, scheduler, model.spec.vocab, turns=made)

@@ -18,6 +18,7 @@ from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
 from proa.ops.cuda_linear import CudaLinear
+from proa.ops.sizes import FEW_ROWS
 from proa.ops.staging import Staging
 from proa.ops.table import Experts, Sink
 from proa.ops.triton import linear_packed
@@ -174,6 +175,30 @@ def test_many_rows_by_a_library(
     bound += wide.abs() @ loaded.values.abs().T * 2.0**-8 * 1.01
     # A library may round before it adds the bias.
     assert_within(loaded.map(x.to(device)), want, bound + stored(want.abs() + bound) + stored(want - loaded.offset))
+
+
+def test_few_and_many_rows_share_no_counters(
+    rng: torch.Generator, pool: Pool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router of a chunk of a prompt, and of a decode step beside it."""
+    head = CudaMaps(device, no_experts, Staging(pool, 1 << 20, pinned=device.type == "cuda")).head(33, COLUMNS)
+    ((_, target),) = head.parameters()
+    target.expect("Q8_0")
+    counters = dict[int, tuple[int, int]]()
+
+    def noted(x: torch.Tensor, *args: object) -> None:
+        arrived = args[-1]
+        assert isinstance(arrived, torch.Tensor)
+        counters[len(x)] = arrived.data_ptr(), arrived.data_ptr() + arrived.nbytes
+
+    monkeypatch.setattr(cuda_linear.linear_packed, "linear_packed", noted)
+    for rows in (1, FEW_ROWS - 1, FEW_ROWS, 3 * FEW_ROWS):
+        head(rand(rng, rows, COLUMNS).to(device))
+    (few, also_few), (many, also_many) = list(counters.values())[:2], list(counters.values())[2:]
+    assert few == also_few
+    assert many == also_many
+    assert few[1] <= many[0] or many[1] <= few[0]
+    assert few[0] % 16 == many[0] % 16 == 0, "kernels are compiled for aligned addresses"
 
 
 def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.device) -> None:

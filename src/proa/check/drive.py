@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,8 +99,11 @@ class NotingRunner(Runner):
         with self._notes.in_parts(flight.step.parts, flight.plan.num_tokens):
             return super().advance(flight, blocks)
 
-    def wait(self, flight: Flight) -> StepOutput:
-        output = super().wait(flight)
+    def runs_beside(self, flight: Flight) -> bool:
+        return False  # the notes of one step are read before another one is launched
+
+    def wait(self, flight: Flight, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        output = super().wait(flight, meanwhile)
         self.faults |= output.faults
         rows = self._read(flight)
         at = 0

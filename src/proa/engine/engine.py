@@ -97,7 +97,7 @@ class Engine:
         if flight.step_is_whole:  # else its hidden states, which wait() may score, would be overwritten
             self._turns.prefill()
         self._ahead = self._launch_ahead(flight)
-        output = self.runner.wait(flight)
+        output = self.runner.wait(flight, self._turns.meanwhile if flight.step_is_whole else None)
         if self._tiers is not None:
             self._tiers.learn(flight.plan.num_tokens, flight.age_s())
         self._gaps.note(flight.plan, beside=self._turns.busy, limit_s=self._turns.limit_s)
@@ -167,7 +167,7 @@ class Engine:
         scheduler, seconds = self.scheduler.stats(), StepSeconds(*self.clock.seconds())
         done = self.runner.executor.counters()
         stats = Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
-        stats = msgspec.structs.replace(stats, gaps=self._gaps.stats())
+        stats = msgspec.structs.replace(stats, gaps=self._gaps.stats(self._turns.given_up))
         if (tiers := self._tiers) is None:
             return stats
         return msgspec.structs.replace(stats, prefix_files=tiers.file_stats(), prefix_ram=tiers.ram_stats())

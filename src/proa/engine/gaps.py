@@ -38,8 +38,9 @@ class DecodeGaps:
             self._longest_s = max(self._longest_s, seconds)
             self._over_limit += 0 < limit_s < seconds
 
-    def stats(self) -> GapStats:
+    def stats(self, given_up: int = 0) -> GapStats:
+        """given_up: see GapStats."""
         (undisturbed, beside), seconds = self._counts, self._seconds
         return GapStats(
-            undisturbed, seconds[0], beside, seconds[1], self._over_limit, self._longest_s, self._limit_s
-        )  # fmt: skip
+            undisturbed, seconds[0], beside, seconds[1], self._over_limit, given_up, self._longest_s, self._limit_s
+        )

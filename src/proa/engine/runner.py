@@ -16,6 +16,8 @@ from proa.engine.scheduling.request import NO_SLOT
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.types import TokenLogprob
 
+POLL_S = 0.0005  # between looks at a decode step beside which a prompt is launched: the step's results wait for it
+
 
 class StepOutput(msgspec.Struct):
     """Results by request id. A request with non-finite values is in `faults`, with the reason, and has no token.
@@ -62,6 +64,17 @@ class Runner:
         step = self.executor.launch(batch, None if after is None else after.step, in_parts=in_parts)
         return Flight(plan, step, batch, began_s, not in_parts)
 
+    def launch_beside(self, plan: StepPlan, share: float) -> Flight:
+        """See Executor."""
+        began_s, batch = time.perf_counter(), step_batch(plan)
+        return Flight(plan, self.executor.launch_beside(batch, share), batch, began_s, step_is_whole=False)
+
+    def runs_beside(self, flight: Flight) -> bool:
+        return self.executor.runs_beside(flight.step)
+
+    def keep_ahead(self, flight: Flight) -> bool:
+        return self.executor.keep_ahead(flight.step)
+
     def advance(self, flight: Flight, blocks: int) -> bool:
         return self.executor.advance(flight.step, blocks)
 
@@ -82,7 +95,13 @@ class Runner:
         self.executor.sample(flight.step, spans, [items[i].request.row for i in spans])
         self.executor.clock.lap(Stage.SAMPLE)
 
-    def wait(self, flight: Flight) -> StepOutput:
+    def wait(self, flight: Flight, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        """meanwhile: called at least once, and every POLL_S until the step has ended."""
+        while meanwhile is not None:
+            meanwhile()
+            if self.executor.ended(flight.step):
+                break
+            time.sleep(POLL_S)
         output = _output(flight, self.executor.wait(flight.step))
         self.executor.clock.lap(Stage.SAMPLE)
         return output

@@ -142,6 +142,7 @@ class GapStats(msgspec.Struct, frozen=True, array_like=True):
     beside: int = 0  # a prompt was
     beside_seconds: float = 0.0
     over_limit: int = 0  # of these, longer than --max-itl
+    given_up: int = 0  # prefill steps beside decode steps that went on in turns, because gaps exceeded --max-itl
     longest_beside_seconds: float = 0.0
     limit_seconds: float = 0.0  # --max-itl, as a time; 0: not known yet, or none
 

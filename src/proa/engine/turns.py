@@ -2,8 +2,9 @@
 for a whole prefill step. A step of short prompts may overtake a long one. Never: how many blocks are due
 (machine/cost/turns.py), choosing a step's tokens, devices.
 
-One stream computes both, and a turn of prefill ends after a whole block: decode and prefill never run at the same time,
-so they share workspace, doorbell and CPU workers (docs/decisions/038).
+A turn of prefill ends after a whole block. In turns decode and prefill never run at the same time, so they share
+workspace, doorbell and CPU workers (docs/decisions/038). A prefill step that leaves the CPU to decode runs beside
+decode steps instead (docs/decisions/069), as long as the gaps between them keep to the limit.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 STEPS = 5  # the undisturbed gap is the median of so many decode steps
 _SAID_AFTER = 8  # turns with blocks that do not fit, after which the log says so
+MOST_OVER = 3  # gaps beyond the limit, after which a prefill step beside decode steps goes on in turns with them
 
 
 class NoTurns:
@@ -44,6 +46,8 @@ class NoTurns:
     most_tokens: int | None = None  # no limit of prefill tokens beside that of the step
     limit_s = 0.0
     busy = False
+    meanwhile: Callable[[], None] | None = None
+    given_up = 0
 
     def short_tokens(self) -> int:
         return 0
@@ -91,6 +95,7 @@ class PrefillTurns:
         self._decoding = False  # requests decode
         self._learned: tuple[int, float] | None = None  # tokens and seconds of a block of a prefill step
         self._notices = _Notices(limit)
+        self._beside = _Beside()
         self._over_tokens, self._clock = over_tokens, clock
         self._over_token_s = self._over_s = 0.0  # of the last step that overtook: time per token, and in all
         self._over_end_s = -float("inf")
@@ -104,6 +109,26 @@ class PrefillTurns:
     def limit_s(self) -> float:
         """Longest gap between two decode steps now; 0: not known yet."""
         return self._limit.longest_s(self._step_s)
+
+    @property
+    def given_up(self) -> int:
+        """Prefill steps so far that ran beside decode steps until gaps exceeded the limit."""
+        return self._beside.given_up
+
+    @property
+    def meanwhile(self) -> Callable[[], None] | None:
+        """To be called again and again while a decode step is computed; None: prefill is in turns with it."""
+        return self._keep_ahead if self._runs_beside else None
+
+    @property
+    def _runs_beside(self) -> bool:
+        """Whether the held step is computed beside decode steps now. The undisturbed gap must be known."""
+        if len(self._held) != 1 or not self._decoding or not self._steps or self._beside.exceeded:
+            return False
+        return self._runner.runs_beside(self._held[0])
+
+    def _keep_ahead(self) -> None:
+        self._done = self._done or self._runner.keep_ahead(self._held[0])
 
     @property
     def most_tokens(self) -> int | None:
@@ -139,15 +164,30 @@ class PrefillTurns:
         """Hold these prefill steps from now on, unless they are held already. A later one overtakes."""
         for plan in plans:
             if plan is not None and all(plan is not flight.plan for flight in self._held):
-                self._held.append(self._runner.launch(plan, in_parts=True))
+                self._held.append(self._launched(plan))
                 self._done = False
+
+    def _launched(self, plan: StepPlan) -> Flight:
+        if self._held:
+            return self._runner.launch(plan, in_parts=True)
+        self._beside.begin()
+        step_s, allowance_s = self._step_s, self._allowance_s
+        share = allowance_s / (allowance_s + step_s) if self._decoding and step_s else 0.0
+        return self._runner.launch_beside(plan, share)
 
     def prefill(self) -> None:
         """Compute the blocks that are due. Called after a decode step was launched."""
+        self._decoding = True
+        if self._runs_beside:
+            if self._beside.exceeds(self._clock(), self.limit_s):
+                self._notices.give_up(self.limit_s)
+            else:
+                self._keep_ahead()
+                return
+        self._beside.interrupt()
         step_s, block_s = self._runner.executor.pace()
         if step_s:
             self._steps.append(step_s)
-        self._decoding = True
         if self._held and not self._done:
             block_s = block_s if self._steps else 0.0
             blocks, self._owed = blocks_due(self._allowance_s, self._owed, block_s)
@@ -175,7 +215,7 @@ class PrefillTurns:
             self._learned = tokens, block_s
 
     def finish(self) -> None:
-        """Compute blocks for about 0.1 s (blocks_alone), or all that are left. Called when no request decodes. New
+        """Compute blocks for about 0.03 s (blocks_alone), or all that are left. Called when no request decodes. New
         requests and cancellations are seen in between."""
         self.rest()
         if self._held and not self._done:
@@ -185,6 +225,7 @@ class PrefillTurns:
     def rest(self) -> None:
         """No request decodes any more: the next prefill step need not fit between decode steps."""
         self._decoding = False
+        self._beside.interrupt()
 
     def progress(self) -> list[tuple[StepPlan, float]]:
         """The held steps of which some blocks are computed and some are not, and the fraction that is."""
@@ -201,11 +242,48 @@ class PrefillTurns:
             self._runner.cancel(flight)
 
 
+class _Beside:
+    """The gaps between decode steps while a prefill step runs beside them. exceeded: too many were longer than the
+    limit, so that the step goes on in turns."""
+
+    def __init__(self) -> None:
+        self.exceeded, self.given_up = False, 0
+        self._over, self._last_s = 0, 0.0
+
+    def begin(self) -> None:
+        """Another prefill step comes."""
+        self.exceeded, self._over, self._last_s = False, 0, 0.0
+
+    def interrupt(self) -> None:
+        """The next gap is not one beside the step: it begins in a turn, or with no request that decodes."""
+        self._last_s = 0.0
+
+    def exceeds(self, now_s: float, limit_s: float) -> bool:
+        """Note a decode step. limit_s: the longest gap."""
+        self._over += 0 < self._last_s < now_s - limit_s
+        self._last_s = now_s
+        if self._over >= MOST_OVER:
+            self.exceeded = True
+            self.given_up += 1
+        return self.exceeded
+
+
 class _Notices:
     """Says in the log, once each, that the limit cannot be kept, and why."""
 
     def __init__(self, limit: GapLimit) -> None:
         self._limit, self._long_turns, self._said_step = limit, 0, False
+        self._said_beside = False
+
+    def give_up(self, limit_s: float) -> None:
+        """A prefill step ran beside decode steps, with too long gaps."""
+        if not self._said_beside:
+            self._said_beside = True
+            log.warning(
+                "A prompt computed beside decode steps made %d gaps longer than --max-itl, %s. It goes on in turns "
+                "with them. proa_prefill_beside_given_up counts such prompts; a larger --max-itl avoids that.",
+                MOST_OVER, format_ms(limit_s),
+            )  # fmt: skip
 
     def check(self, step_s: float, block_s: float) -> None:
         """Called for each turn of a prefill step that cannot be shorter. Durations of a decode step and of a block; 0:

@@ -15,6 +15,7 @@ from proa.ops.bell_block import Bell
 from proa.ops.device_table import DeviceOps, ExpertSpace
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
+from proa.ops.sizes import FEW_ROWS
 from proa.ops.table import Unsummed
 
 PROBED_AT_ONCE = 4  # experts per call: about what a step of one token reads over PCIe
@@ -22,21 +23,24 @@ READS_AT_LEAST = 64  # calls per graph: launched singly, small experts would be 
 
 
 class GpuSpaces:
-    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see NewExpertSpace."""
+    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see NewExpertSpace.
+    beside: calls with fewer than FEW_ROWS rows have workspaces of their own, and may run beside the others."""
 
-    def __init__(self, ops: DeviceOps, tokens: int, top_k: int, *, fp8: bool = False) -> None:
-        self.ops = ops
+    def __init__(
+        self, ops: DeviceOps, tokens: int, top_k: int, *, fp8: bool = False, beside: bool = False
+    ) -> None:  # fmt: skip
+        self.ops, self._beside = ops, beside
         self._tokens, self._top_k, self._fp8 = tokens, top_k, fp8
         self._made: dict[object, ExpertSpace] = {}
 
-    def of(self, memory: LayerMemory) -> ExpertSpace:
+    def of(self, memory: LayerMemory, *, few: bool = False) -> ExpertSpace:
+        """few: for calls with fewer than FEW_ROWS rows."""
+        tokens = min(self._tokens, FEW_ROWS - 1) if few and self._beside else self._tokens
         device, of = memory.slots.up.device, memory.shape
         rounded = (of.up_form, of.down_form, of.width) if self._fp8 else ()
-        key = (memory.hidden, of.down.padded_columns, memory.experts, device, rounded)
+        key = (memory.hidden, of.down.padded_columns, memory.experts, device, rounded, tokens)
         if key not in self._made:
-            self._made[key] = self.ops.expert_space(
-                self._tokens, self._top_k, memory.experts, of, device, fp8=self._fp8
-            )
+            self._made[key] = self.ops.expert_space(tokens, self._top_k, memory.experts, of, device, fp8=self._fp8)
         return self._made[key]
 
 
@@ -117,7 +121,7 @@ class GpuExperts:
     """Implements DeviceExperts."""
 
     def __init__(self, memory: LayerMemory, residency: Residency, spaces: GpuSpaces, faults: LayerFaults) -> None:
-        self._ops, self._space = spaces.ops, spaces.of(memory)
+        self._ops, self._space, self._few = spaces.ops, spaces.of(memory), spaces.of(memory, few=True)
         self._shape, self.residency, self._faults = memory.shape, residency, faults
         self._biases = memory.biases
         self._in_pieces = residency.in_place is not None and residency.in_place.in_pieces
@@ -125,17 +129,21 @@ class GpuExperts:
     def locate(self, ids: Tensor) -> Located:
         return self._ops.locate(ids, self.residency)
 
+    def _space_of(self, x: Tensor) -> ExpertSpace:
+        return self._few if len(x) < FEW_ROWS else self._space
+
     def start(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
-        self._ops.experts(x, at, self._shape, self._space, self._biases, in_pieces=self._in_pieces)
-        return self._space.partial
+        space = self._space_of(x)
+        self._ops.experts(x, at, self._shape, space, self._biases, in_pieces=self._in_pieces)
+        return space.partial
 
     def waits(self, x: Tensor) -> Bell | None:
         return self.residency.bell if self._ops.sums_beside_bell(*x.shape) else None
 
     def add(self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, total: Tensor | None) -> Tensor:
-        return self._ops.add_experts(self._space.partial, weights, at, total, self._faults, x)
+        return self._ops.add_experts(self._space_of(x).partial, weights, at, total, self._faults, x)
 
     def finish(
         self, started: Tensor | None, x: Tensor, at: Located, weights: Tensor, added: Added
     ) -> Unsummed:  # fmt: skip
-        return self._ops.sum_experts(self._space.partial, weights, at, added, self._faults, x)
+        return self._ops.sum_experts(self._space_of(x).partial, weights, at, added, self._faults, x)

@@ -91,6 +91,7 @@ class HybridModel:
         self.counting: Counting | None = None
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
+        self._co_fetch_paused = False  # by a pass that runs beside decode steps
         self.tables: Tables | None = None
         self.streaming: Streaming | None = None
         self._pass_launch = 0  # the last launch of the last pass
@@ -234,13 +235,32 @@ class HybridModel:
         """Whether a bank of the ring is smaller than a layer's experts, so that a pass may have groups of them."""
         return self.streaming is not None and len(self.streaming.overlay.residency) > 1
 
-    def begin_pass(self, tokens: int, chunks: int) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
-        a time. Returns the fraction of the experts in RAM that are copied to the GPU."""
+        a time. Returns the fraction of the experts in RAM that are copied to the GPU. beside: see Session."""
         if self.streaming is None:
             return 0.0
         heat = None if self.moves is None else self.moves.heat.heat
-        return self.streaming.begin(tokens, chunks, heat, self.counters())
+        streamed = self.streaming.begin(tokens, chunks, heat, self.counters(), beside)
+        if self.streaming.alone:
+            self._pause_co_fetch()
+        return streamed
+
+    def _pause_co_fetch(self) -> None:
+        """Leave PCIe to the copies of a pass that runs beside decode steps: the CPU computes all experts in RAM."""
+        if self.co_fetch is not None and self.co_fetch.on and self.tables is not None:
+            self._co_fetch_paused, self.co_fetch.on = True, False
+            self.tables.share(self.co_fetch.in_force)
+
+    def _resume_co_fetch(self) -> None:
+        if self._co_fetch_paused and self.co_fetch is not None and self.tables is not None:
+            self._co_fetch_paused, self.co_fetch.on = False, True
+            self.tables.share(self.co_fetch.in_force)
+
+    @property
+    def pass_is_alone(self) -> bool:
+        """See Session."""
+        return self.streaming is not None and self.streaming.alone
 
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part."""
@@ -251,6 +271,7 @@ class HybridModel:
         """The step in parts was launched whole, or was given up after all launches ended."""
         if self.streaming is not None:
             self.streaming.end()
+            self._resume_co_fetch()
             self._pass_launch = self._launched
             if self._ended == self._launched:
                 self.streaming.measure(self.counters())

@@ -55,6 +55,11 @@ class Streamed(Protocol):
         """Whether launches belong to a pass now."""
 
     @property
+    def alone(self) -> bool:
+        """Whether the device computes all experts of the pass: nothing is handed over, and the doorbell, which decode
+        steps may use meanwhile, is left alone."""
+
+    @property
     def groups(self) -> int:
         """Number of groups in which the layer's experts are in the ring one after the other."""
 
@@ -83,7 +88,7 @@ class Streamed(Protocol):
 class NotStreamed:
     """The layer has no part in passes."""
 
-    active, groups, leaves_none, hands_over = False, 1, False, True
+    active, alone, groups, leaves_none, hands_over = False, False, 1, False, True
 
     def collect(self, later: Callable[[], None] | None = None) -> None:
         pass
@@ -137,6 +142,12 @@ class HybridExperts:
         return found
 
     @property
+    def _to_cpu(self) -> Transport | None:
+        """Where launches hand pairs over now."""
+        streamed = self._streamed
+        return None if streamed.active and (streamed.alone or streamed.leaves_none) else self._transport
+
+    @property
     def _grouped(self) -> bool:
         return self._streamed.active and self._streamed.groups > 1
 
@@ -147,14 +158,9 @@ class HybridExperts:
             raise ValueError("these experts are not bound to a device; call bind() first")
         return device
 
-    @property
-    def _without_cpu(self) -> bool:
-        return self._streamed.active and self._streamed.leaves_none
-
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway | InGroups:
-        device, weights = self._bound, chosen.weights
-        transport = None if self._without_cpu else self._transport
-        if self._grouped:
+        device, weights, transport = self._bound, chosen.weights, self._to_cpu
+        if self._grouped and self._transport is not None:
             groups = self._in_groups[: self._streamed.groups]
             return InGroups(groups, self._streamed, transport, self.layer, x, chosen)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
@@ -167,8 +173,8 @@ class HybridExperts:
         return HybridUnderway(device, transport, at, weights, started, x, streamed)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
-        if self._transport is not None and not self._without_cpu:
-            self._transport.foresee(x, slots, following, self._bound.residency.cpu, self.layer)
+        if (transport := self._to_cpu) is not None:
+            transport.foresee(x, slots, following, self._bound.residency.cpu, self.layer)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()
@@ -197,6 +203,10 @@ class HybridUnderway:
         return self._device.finish(self._started, self._x, self.at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:
+        if (
+            self._streamed.alone and not self._streamed.leaves_none
+        ):  # zeros, as a pull without pairs: the same kernels, and the same bits
+            return self._x.new_zeros(self._x.shape, dtype=torch.float32)
         if self._transport is None:
             return None
         bell = self._device.waits(self._x)
@@ -219,7 +229,7 @@ class InGroups:
         self, devices: Sequence[DeviceExperts], streamed: Streamed, transport: Transport | None, layer: int, x: Tensor,
         chosen: Chosen,
     ) -> None:  # fmt: skip
-        """devices: the device's part of each group. transport: None if the groups have all of the layer's experts."""
+        """devices: the device's part of each group. transport: None if the CPU computes none of the pass."""
         self._devices, self._streamed, self._transport, self._layer = devices, streamed, transport, layer
         self._x, self._chosen = x, chosen
         self._total: Tensor | None = None  # float32 [T, hidden], of what was added up so far

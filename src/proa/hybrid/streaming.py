@@ -32,6 +32,7 @@ from proa.hybrid.ring import Ring
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
 from proa.machine.cost.prefill import Division, PrefillRates, divide, divisions
+from proa.machine.cost.turns import beside_pays
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.native.weights import Piece
@@ -104,6 +105,7 @@ class _Pass:
     groups: list[Group]
     divisions: list[Division]
     before: Counters  # of the CPU's jobs when the pass began
+    alone: bool  # the device computes all experts: the CPU gets no job
     at: int = 0  # the group under way
     left: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)
@@ -163,6 +165,11 @@ class Streaming:
         """Whether launches belong to the pass."""
         return self._active
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is a pass of which the CPU gets no job, not even an empty one."""
+        return self._pass is not None and self._pass.alone
+
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Within the context, launches belong to the pass, if there is one."""
@@ -172,19 +179,23 @@ class Streaming:
         finally:
             self._active = False
 
-    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> float:
+    def begin(
+        self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters,
+        beside: float | None = None,
+    ) -> float:  # fmt: skip
         """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers. Returns the
         fraction of the experts in RAM that are copied.
 
         heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
-        the CPU's jobs so far.
+        the CPU's jobs so far. beside: see Session.begin_pass.
         """
-        divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
+        divisions = self._divided(tokens, chunks, beside or 0.0)
+        alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
         groups = list[Group]()
         for layer, division in zip(self._streamed, divisions, strict=True):
             experts = self._hottest(layer, division.streamed, heat)
             groups += groups_of(layer, experts, self._ring.groups(layer, len(experts)))
-        self._pass = one = _Pass(tokens, chunks, groups, divisions, counters, left=chunks)
+        self._pass = one = _Pass(tokens, chunks, groups, divisions, counters, alone, left=chunks)
         streamed = sum(len(group.experts) for group in groups)
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
@@ -201,6 +212,24 @@ class Streaming:
     def _mark(self, one: _Pass, what: int) -> None:
         one.marks.append((what, self._uploads.mark()))
 
+    def _divided(self, tokens: int, chunks: int, share: float) -> list[Division]:
+        """The layers' divisions: all experts are copied if the pass is then done sooner beside decode steps than in
+        turns with them, where it would get this share of the time (0: none decode)."""
+        found = [self._divide(i, tokens, chunks) for i in self._streamed]
+        if not share or self._asked.mode == "half":
+            return found
+        whole = [self._divisions(i, tokens, chunks)[-1] for i in self._streamed]
+        copied_s, divided_s = (sum(division.seconds for division in of) for of in (whole, found))
+        return whole if beside_pays(copied_s, divided_s, share) else found
+
+    def _is_whole(self, layer: int, division: Division) -> bool:
+        return division.streamed == self._in_ram(layer)
+
+    def _divisions(self, layer: int, tokens: int, chunks: int) -> list[Division]:
+        memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
+        chosen = self._asked.top_k * count / memory.experts
+        return divisions(count, bank.up_bytes + bank.down_bytes, tokens, chosen, self.rates, chunks)
+
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
         memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
         nbytes = bank.up_bytes + bank.down_bytes
@@ -208,7 +237,7 @@ class Streaming:
             return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
         chosen = self._asked.top_k * count / memory.experts
         if self._asked.mode == "half":
-            return divisions(count, nbytes, tokens, chosen, self.rates, chunks)[(count + 1) // 2]
+            return self._divisions(layer, tokens, chunks)[(count + 1) // 2]
         return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks)
 
     def _in_ram(self, layer: int) -> int:

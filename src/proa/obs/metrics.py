@@ -209,6 +209,11 @@ SAMPLED: dict[str, Declared] = {
     "gaps.limit_seconds": Declared(
         "proa_decode_gap_limit_seconds", "gauge", "--max-itl in seconds at the last decode step; 0: none, or unknown"
     ),
+    "gaps.given_up": Declared(
+        "proa_prefill_beside_given_up",
+        "counter",
+        "Prompts computed beside decode steps until gaps exceeded --max-itl, and then in turns with them",
+    ),
     "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
     "scheduler.cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"

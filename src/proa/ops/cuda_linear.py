@@ -15,7 +15,7 @@ from torch import Tensor
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, kept_form, layout
 from proa.ops import products
 from proa.ops.parts import named_parts
-from proa.ops.sizes import UNPACKED_BYTES
+from proa.ops.sizes import FEW_ROWS, UNPACKED_BYTES
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
 from proa.ops.table import Parameters, Sink
 from proa.ops.triton import linear, linear_packed
@@ -61,7 +61,8 @@ class PackedMatrix:
     def __init__(self, of: Layout, device: torch.device) -> None:
         self.of = of
         self.panels = torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
-        self._arrived = torch.zeros(linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
+        # Of launches with few rows, and of others.
+        self._arrived = torch.zeros(2, linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = torch.empty(len(x), self.of.rows, dtype=dtype, device=x.device)
@@ -74,7 +75,8 @@ class PackedMatrix:
             return
         floats = linear_packed.partial_floats(len(x), self.of)
         partial = torch.empty(floats, dtype=torch.float32, device=x.device)
-        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self._arrived)
+        arrived = self._arrived[int(len(x) >= FEW_ROWS)]
+        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, arrived)
 
     def _unpacked(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Multiply with cuBLAS after dequantising to bfloat16 rows, UNPACKED_BYTES at a time."""

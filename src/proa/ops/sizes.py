@@ -28,6 +28,9 @@ MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before t
 
 RING_BANKS = 2  # of the ring for experts that are copied in for a prompt: one layer is read while the next arrives
 RING_ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+# Launches of fewer rows share no buffer with those of as many or more: a decode step may run while chunks of a prompt
+# are computed on another stream. Each side's own launches must run in order.
+FEW_ROWS = 128
 # Attention of long prompts: tokens of segments of the past, and rows x heads of a tile. Segments of 16384 tokens reach
 # 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
 SEGMENT_TOKENS = (16384, 4096)

@@ -24,6 +24,7 @@ from proa.plan.prefix_ram import copies_bytes
 from proa.plan.ring import RingPlan, plan_ring, ring_row
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
+    beside_bytes,
     context_bytes,
     dense_read_bytes,
     graphs_bytes,
@@ -138,7 +139,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     need = vram.need
     fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
-    placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, budget_bytes, batch_tokens, fitted)
+    ring = _ring(case, layers, gpu, budget_bytes, left_bytes, batch_tokens, fitted.context_tokens)
+    placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, ring)
     experts_bytes = resident_bytes(layers, placed.resident)
     total_bytes = sum(layer.total_bytes for layer in layers)
     beside = left_bytes - total_bytes if experts_bytes == total_bytes else 0
@@ -261,17 +263,27 @@ def _place(
     return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for spare slots")
 
 
+def _ring(
+    case: Case, layers: tuple[MoeLayer, ...], gpu: Gpu, budget_bytes: int, left_bytes: int, batch_tokens: int,
+    context_tokens: int,
+) -> RingPlan:  # fmt: skip
+    """The ring for prompts, with what a real GPU needs to compute them beside decode steps."""
+    if not layers:
+        return RingPlan()
+    ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, context_tokens)
+    nbytes = 0 if gpu.simulated or not ring.nbytes else beside_bytes(case.spec, case.stored, batch_tokens)
+    return replace(ring, rows_bytes=ring.rows_bytes + nbytes)
+
+
 def _place_with_ring(
-    case: Case, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, budget_bytes: int,
-    batch_tokens: int, fitted: Fitted,
-) -> tuple[_Placed, RingPlan, tuple[Decision, ...]]:  # fmt: skip
-    """Place experts, with a ring for prompts unless all are in VRAM. The ring costs resident experts, but never ones
+    case: Case, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, ring: RingPlan
+) -> tuple[_Placed, RingPlan, tuple[Decision, ...]]:
+    """Place experts, with the ring for prompts unless all are in VRAM. The ring costs resident experts, but never ones
     that were asked for or that RAM cannot hold."""
     asked, total_bytes = case.options.gpus, sum(layer.total_bytes for layer in layers)
     alone = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
     if not layers or resident_bytes(layers, alone.resident) == total_bytes:
         return alone, RingPlan(), ()
-    ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, fitted.context_tokens)
     if not ring.nbytes:
         return alone, ring, (ring_row(asked.prefill, ring),)
     beside = _place(asked.expert_placement, layers, left_bytes - ring.total_bytes, wish, room, case.counts)

@@ -24,6 +24,7 @@ from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, pa
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels. Measured on an H200 (torch 2.11): 527 MiB for
 # the context, 92 more when weights are loaded, 138 for modules, 32 for cuBLAS, for any model: 789.
 CONTEXT_BYTES = 800 << 20
+CUBLAS_BYTES = 32 << 20  # of these; for each stream that computes products
 # RAM that CUDA and a CUDA build of torch add to the engine's process.
 CUDA_PROCESS_BYTES = 1 << 30
 
@@ -182,6 +183,13 @@ def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> 
         for ffn, layer in zip(_routed(spec), moe_layers(spec, stored), strict=True)
     }
     return sum(sizes.expert_space_bytes(batch_tokens, top_k, *shape) for shape in shapes)
+
+
+def beside_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
+    """Bytes on the GPU for prompts beside decode steps, on a stream of their own: cuBLAS's workspace and segments of
+    the allocator once more, and workspaces of experts for the few rows of decode steps."""
+    few = min(batch_tokens, sizes.FEW_ROWS - 1)
+    return CUBLAS_BYTES + ALLOCATOR_BYTES // 2 + experts_bytes(spec, stored, few)
 
 
 def _padded_columns(ffn: Moe, down: Form) -> int:

@@ -38,6 +38,7 @@ from proa.engine.count_saver import CountSaver
 from proa.engine.executors.batch import step_limits
 from proa.engine.executors.device_queue import CudaQueue
 from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.executors.queues import Queues
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import CoFetch
@@ -130,7 +131,8 @@ class GpuBuild:
         self._decisions.append(self._compiling.wait(report))  # before the measurements below, which it would disturb
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
-        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
+        beside = self._gpu.ring_bytes > 0
+        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations, beside=beside)
         co_fetch, registered = None, self._register()
         if registered is not None:
             co_fetch = self._co_fetch(spaces, registered)
@@ -150,10 +152,10 @@ class GpuBuild:
             kv=self._kv,
         )  # fmt: skip
         self._choose_attention(caches)
-        queue = CudaQueue(self._device, sleeps=not self._gpu.gpu_only)
         executor = GraphExecutor(
-            self.model, caches, step_limits(plan), queue, self._ops, self._hybrid, deterministic=plan.deterministic
-        )
+            self.model, caches, step_limits(plan), self._queues(), self._ops, self._hybrid,
+            deterministic=plan.deterministic,
+        )  # fmt: skip
         self._timeline.mark("caches")
         tasks = executor.warm_ups(compiled=self._compiling.progress.complete)
         self._decisions.append(warm_up(tasks, report, within(WARM_UP_S)))
@@ -163,6 +165,13 @@ class GpuBuild:
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         self._timeline.mark("plan trial")
         return Runner(executor, plan.page_tokens)
+
+    def _queues(self) -> Queues:
+        """Prompts have a queue of their own if they can run beside decode steps, whose kernels then come first."""
+        sleeps = not self._gpu.gpu_only
+        if self._hybrid.streaming is None:
+            return Queues(CudaQueue(self._device, sleeps=sleeps))
+        return Queues(CudaQueue(self._device, sleeps=sleeps, first=True), CudaQueue(self._device, sleeps=sleeps))
 
     def _choose_attention(self, caches: Caches) -> None:
         segmented, row = self._trial.result(caches)

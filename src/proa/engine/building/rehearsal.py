@@ -148,7 +148,8 @@ class Stage:
             if not isinstance(target, Tensor):
                 target.expect(of.stored.get(name, "BF16"))
         self._ops = device_ops(META)
-        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations)
+        beside = of.gpu.ring_bytes > 0
+        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=beside)
         self._spaces = spaces
         self._transported: _NoTransport | None = None
         parts = Parts(

@@ -23,7 +23,7 @@ from proa.engine.building.gpu_plan import (
 )
 from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.count_saver import CountSaver
-from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.eager import EagerExecutor, LikeGpu
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import CoFetch
@@ -89,10 +89,8 @@ class SimBuild:
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         self._decisions.append(STEP_AHEAD)
-        executor = EagerExecutor(
-            self.model, caches, plan.page_tokens, self._hybrid, overlap=True, chunk_rows=plan.max_batch_tokens,
-            cells=plan.cells,
-        )  # fmt: skip
+        like = LikeGpu(overlap=True, chunk_rows=plan.max_batch_tokens, cells=plan.cells)
+        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, like=like)
         tried = trial.result(executor, report)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         return Runner(executor, plan.page_tokens)

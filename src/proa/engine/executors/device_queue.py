@@ -35,6 +35,9 @@ class Queue(Protocol):
     def mark(self, *, timed: bool = False) -> Mark:
         """A mark after everything launched so far. timed: it can be used with seconds_since."""
 
+    def after(self, mark: Mark) -> None:
+        """Let everything launched from now on start when the device has passed the mark, of another queue."""
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `launch`; the returned call replays them. Addresses and scalars are baked in: what
         changes must be read from memory. `launch` must have run to its end before. Call in the context of `current`."""
@@ -49,10 +52,11 @@ class Queue(Protocol):
 class CudaQueue:
     """One CUDA stream. Its graphs share one memory pool, so each replay may overwrite other graphs' results there."""
 
-    def __init__(self, device: torch.device, *, sleeps: bool = False) -> None:
-        """sleeps: a waiting thread blocks instead of spinning, which frees its CPU and returns a little later."""
+    def __init__(self, device: torch.device, *, sleeps: bool = False, first: bool = False) -> None:
+        """sleeps: a waiting thread blocks instead of spinning, which frees its CPU and returns a little later. first:
+        of blocks that wait for a processor, those of this queue's kernels start before those of other queues."""
         self.device, self._sleeps = device, sleeps
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1 if first else 0)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -62,6 +66,11 @@ class CudaQueue:
 
     def mark(self, *, timed: bool = False) -> CudaMark:
         return CudaMark(self._stream, sleeps=self._sleeps, timed=timed)
+
+    def after(self, mark: Mark) -> None:
+        if not isinstance(mark, CudaMark):
+            raise TypeError(f"a CUDA stream waits for marks of other CUDA streams, not for {type(mark).__name__}")
+        self._stream.wait_event(mark.event)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -79,17 +88,17 @@ class CudaQueue:
 
 class CudaMark:
     def __init__(self, stream: torch.cuda.Stream, *, sleeps: bool, timed: bool) -> None:
-        self._event = torch.cuda.Event(enable_timing=timed, blocking=sleeps)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self.event = torch.cuda.Event(enable_timing=timed, blocking=sleeps)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     @property
     def passed(self) -> bool:
-        done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        done: bool = self.event.query()  # type: ignore[no-untyped-call]
         return done
 
     def seconds_since(self, earlier: CudaMark) -> float:
-        milliseconds: float = earlier._event.elapsed_time(self._event)
+        milliseconds: float = earlier.event.elapsed_time(self.event)
         return milliseconds / 1e3

@@ -43,26 +43,40 @@ class EagerStep(WatchedStep):
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LikeGpu:
+    """What is done as on a GPU. Not faster here: all is computed when it is launched.
+
+    overlap, beside: launch(after=...), and steps in parts beside whole ones, are allowed. chunk_rows: most rows of a
+    step in parts that are computed at once. cells: see StepLimits; sampled rows are then scored one by one, since the
+    bits of torch's products depend on the number of rows."""
+
+    overlap: bool = False
+    beside: bool = False
+    chunk_rows: int = sys.maxsize
+    cells: Cells | None = None
+
+
 class EagerExecutor:
     def __init__(
         self, model: Decoder, caches: Caches, page_tokens: int, session: Session | None = None,
-        *, overlap: bool = False, kept_blocks: Sequence[int] = (), chunk_rows: int = sys.maxsize,
-        cells: Cells | None = None,
+        *, like: LikeGpu | None = None, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """overlap: allow launch(after=...) as on a GPU (overlap scheduling). Not faster here. chunk_rows: most rows of
-        a step in parts that are computed at once. cells: see StepLimits; sampled rows are then scored one by one, since
-        the bits of torch's products depend on the number of rows."""
+        like = like or LikeGpu()
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self.caches, self._page_tokens = model, caches, page_tokens
-        self._chunk_rows, self._cells = chunk_rows, cells
-        self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
+        self._chunk_rows, self._cells = like.chunk_rows, like.cells
+        self._may_run_beside = like.beside and like.cells is None
+        self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, like.overlap, kept_blocks
         self._unfinished: list[EagerStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
+        if in_parts:
+            return self.launch_beside(batch, 0.0)
         step = EagerStep(batch, Health(followed=after is not None))
         spans = batch.spans
         if after is not None:
@@ -71,13 +85,6 @@ class EagerExecutor:
         if batch.copies_before:
             copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
-        if in_parts:
-            step.overtakes = bool(self._unfinished)
-            step.parts = self._parts(step)
-            self._unfinished.append(step)
-            self._block_s = 0.0
-            self.clock.lap(Stage.INPUTS)
-            return step
         self._session.begin_step(step)
         tokens, inputs = self._inputs(spans)
         self.clock.lap(Stage.INPUTS)
@@ -90,13 +97,26 @@ class EagerExecutor:
         self.clock.lap(Stage.PROGRAM)
         return step
 
-    def _parts(self, step: EagerStep) -> BlockByBlock:
+    @torch.inference_mode()
+    def launch_beside(self, batch: StepBatch, share: float) -> EagerStep:
+        step = EagerStep(batch, Health(), overtakes=bool(self._unfinished))
+        if batch.copies_before:
+            copy_states(self.caches, batch.copies_before)
+        step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
+        step.parts = self._parts(step, share if self._may_run_beside and not step.overtakes else None)
+        self._unfinished.append(step)
+        self._block_s = 0.0
+        self.clock.lap(Stage.INPUTS)
+        return step
+
+    def _parts(self, step: EagerStep, beside: float | None) -> BlockByBlock:
         chunks, row = list[Chunk](), 0
         for spans in chunks_of(step.batch.spans, self._chunk_rows, self._cells):
             tokens, inputs = self._inputs(spans)
             chunks.append(Chunk(row, tokens, inputs))
             row += len(tokens)
-        return BlockByBlock(self._model, chunks, step.kept, self._session.begin_parts(step, len(chunks), self._cells))
+        launching = self._session.begin_parts(step, len(chunks), self._cells, beside)
+        return BlockByBlock(self._model, chunks, step.kept, launching)
 
     def tokens_to_follow(self, step: EagerStep) -> list[int]:
         """The tokens that the next step continues with. A row without a token (-1) continues with any."""
@@ -124,16 +144,26 @@ class EagerExecutor:
     @torch.inference_mode()
     def advance(self, step: EagerStep, blocks: int) -> bool:
         began_s, parts = time.perf_counter(), unfinished(step.parts)
-        with self._listening():
+        with nullcontext() if step.alone else self._listening():
             count = parts.advance(blocks)
             self._session.pause_pass()
         self._block_s = (time.perf_counter() - began_s) / max(1, count)
         if parts.done:
-            self._session.end_parts(step)
+            if not step.alone:
+                self._session.end_parts(step)
             step.hidden = parts.hidden
             copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
+
+    def runs_beside(self, step: EagerStep) -> bool:
+        return step.alone
+
+    def keep_ahead(self, step: EagerStep) -> bool:
+        return self.advance(step, 1)
+
+    def ended(self, step: EagerStep) -> bool:
+        return True
 
     def done_share(self, step: EagerStep) -> float:
         return unfinished(step.parts).done_share
@@ -142,6 +172,9 @@ class EagerExecutor:
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step in self._unfinished:
             self._remove(step)
+        if step.alone:  # of all its launches, none of which was counted
+            with self._listening():
+                self._session.end_parts(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)
         if spans:
             each = [step.rows] if self._cells is None else [[row] for row in step.rows]

@@ -5,7 +5,9 @@ in which the engine makes these calls are its schedules:
 
     one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
     overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
-    prefill between decode   launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
+    prefill in turns         launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
+    prefill beside decode    launch_beside(p), then whole steps are computed while keep_ahead(p) is called between and
+                             during them, sample(p) wait(p)
     one overtakes            launch(p, in_parts=True), advance(p), launch(q, in_parts=True), advance(q), sample(q)
                              wait(q), advance(p), sample(p) wait(p)
 
@@ -77,6 +79,22 @@ class Executor(Protocol[S]):
     def advance(self, step: S, blocks: int) -> bool:
         """Compute up to `blocks` more blocks of a step in parts: layers, each for one chunk of the step and, where its
         experts come in groups, one group. Returns whether all are computed."""
+
+    def launch_beside(self, batch: StepBatch, share: float) -> S:
+        """launch(batch, in_parts=True) for a step that will run beside whole steps rather than in turns with them, if
+        it is then done sooner. share: of the time that it would get in turns with those that run now, 0.0 if none do.
+        """
+
+    def runs_beside(self, step: S) -> bool:
+        """Whether a step in parts may be computed while the device and the CPU compute whole steps."""
+
+    def keep_ahead(self, step: S) -> bool:
+        """Launch some more of a step in parts, so that the device goes on with it for some 30 ms, while whole steps
+        launched from now on do not wait for it. Returns whether all is computed. Only if runs_beside(step); `advance`
+        may be used again later."""
+
+    def ended(self, step: S) -> bool:
+        """Whether a step that was sampled has been computed, so that `wait` does not block."""
 
     def done_share(self, step: S) -> float:
         """Fraction of a step in parts that has been launched, 0 to 1."""

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import copy_states
+from proa.engine.executors.ahead import PartsAhead
 from proa.engine.executors.angles import AngleTables
 from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult, chunks_of
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.device_inputs import DeviceInputs
-from proa.engine.executors.device_queue import Mark, Queue
+from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
 from proa.engine.executors.host_block import HostBlock
 from proa.engine.executors.parts import BlockByBlock, Chunk
+from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
 from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
@@ -34,7 +36,7 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
-from proa.ops.sizes import buckets
+from proa.ops.sizes import FEW_ROWS, buckets
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -66,17 +68,20 @@ class GraphStep(WatchedStep):
 
 
 class GraphExecutor:
-    """All calls come from one thread, and launch to one queue."""
+    """All calls come from one thread. Decode steps, heads and samples are launched to one queue, prompts to another, if
+    there are two: the memory of their activations is that of one queue alone."""
 
     def __init__(
-        self, model: Decoder, caches: Caches, limits: StepLimits, queue: Queue, ops: DeviceOps,
+        self, model: Decoder, caches: Caches, limits: StepLimits, queues: Queues, ops: DeviceOps,
         session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""
         self.spec, self.clock = model.spec, StepClock()
-        self._model, self.caches, self._limits, self._queue = model, caches, limits, queue
+        queue = queues.steps
+        self._model, self.caches, self._limits, self._queues, self._queue = model, caches, limits, queues, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
+        self._beside = queues.separate and limits.cells is None  # bits of cells must not depend on what runs beside
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
@@ -87,13 +92,13 @@ class GraphExecutor:
         self._heads: dict[int, Callable[[], None]] = {}
         self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool, as the next
         self._prompt_room: Callable[[], None] | None = None
-        pinned = queue.device.type == "cuda"
         self._scored = HostBlock((limits.head_rows,), torch.int64, queue.device)
-        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
+        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=queue.device.type == "cuda")
         self._unfinished: list[GraphStep] = []  # steps in parts; the last one is advanced
-        self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched
+        self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched in turns
+        self._ahead = PartsAhead()  # of the step that runs beside whole steps
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
-        self._timer = StepTimer(queue)
+        self._timer = StepTimer()
         queue.finish_device()  # weights, caches and buffers were filled outside this queue
 
     def warm_ups(self, *, compiled: bool) -> list[Callable[[], None]]:
@@ -106,19 +111,19 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
-        with self._queue.current():
+        with self._queues.on_steps():
             self._capture(bucket, 1)
             self._capture_head(bucket)
 
     @torch.inference_mode()
     def _warm_sampler(self) -> None:
-        with self._queue.current():
+        with self._queues.on_steps():
             self._on.sampler.warm_up(self._on.logits, self._on.best)
             self._queue.finish()
 
     @torch.inference_mode()
     def _warm_prefill(self, rows: int) -> None:
-        with self._queue.current():
+        with self._queues.on_prompts():
             self._on.inputs.fill((), self._limits.page_tokens)
             self._begin()
             self._on.inputs.copy()
@@ -129,25 +134,41 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch, after: GraphStep | None = None, *, in_parts: bool = False) -> GraphStep:
-        step = GraphStep(batch, Health(followed=after is not None))
-        with self._queue.current():
+        if in_parts:
+            return self.launch_beside(batch, 0.0)
+        step, rows_each = GraphStep(batch, Health(followed=after is not None)), self._rows_each(batch)
+        if not rows_each and self._unfinished:
+            raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
+        wide = self._bucket(batch) * rows_each >= FEW_ROWS  # shares buffers with chunks of prompts
+        with self._queues.on_steps(ordered=wide) if rows_each else self._queues.on_prompts():
             self._copy_states(batch.copies_before)
-            rows_each = self._rows_each(batch)
-            if in_parts:
-                self._launch_in_parts(step)
-                return step
             self._session.begin_step(step)
             if after is not None:
                 self._follow(step, after)
             elif rows_each:
                 self._decode(step, rows_each)
-            elif self._unfinished:
-                raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
             else:
                 self._launch_ops(batch)
             self._copy_states(batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
+
+    @torch.inference_mode()
+    def launch_beside(self, batch: StepBatch, share: float) -> GraphStep:
+        step = GraphStep(batch, Health(), overtakes=bool(self._unfinished))
+        self._queues.apart = False
+        with self._queues.on_prompts():
+            self._copy_states(batch.copies_before)
+            self._launch_in_parts(step, share)
+        self._queues.apart = step.alone and share > 0  # it need not wait for the decode step that comes next
+        return step
+
+    def runs_beside(self, step: GraphStep) -> bool:
+        return step.alone
+
+    def _bucket(self, batch: StepBatch) -> int:
+        """The number of sequences that a decode step is padded to."""
+        return self._buckets[min(bisect_left(self._buckets, len(batch.spans)), len(self._buckets) - 1)]
 
     def _rows_each(self, batch: StepBatch) -> int:
         """Rows per sequence if the step is decode, which runs as a graph; else 0."""
@@ -156,16 +177,21 @@ class GraphExecutor:
         return batch.rows_each
 
     def _decode(self, step: GraphStep, rows_each: int) -> None:
-        bucket = self._buckets[bisect_left(self._buckets, len(step.batch.spans))]
+        bucket = self._bucket(step.batch)
         key = bucket, rows_each, self._session.variant
         step.graph = captured = self._graphs.get(key) or self._capture(bucket, rows_each)
         self._fill(captured.inputs, step.batch.spans)
         self._begin()
-        if self._unfinished:
-            self._timer.begin()
+        self._begin_time()
         captured.inputs.copy()
         captured.replay()
         self._session.launched()
+
+    def _begin_time(self) -> None:
+        """Time a decode step, unless a prompt is computed beside it: the time that it takes alone decides how long
+        prompts may delay it, and must be known before one comes that could run beside it."""
+        if not self._queues.apart and (self._unfinished or self._queues.separate):
+            self._timer.begin(self._queues.steps)
 
     def _follow(self, step: GraphStep, after: GraphStep) -> None:
         """Launch a step whose tokens are copied on the device from the results of `after`. It replays the graph of
@@ -178,6 +204,7 @@ class GraphExecutor:
         captured.inputs.fill(step.batch.spans, self._limits.page_tokens)
         after.next_step, step.graph = step, captured
         self._begin()
+        self._begin_time()
         captured.inputs.copy()
         tokens = captured.inputs.tokens[:count]
         tokens.copy_(self._on.best[:count])
@@ -215,10 +242,9 @@ class GraphExecutor:
         nbytes = self._limits.prompt_rows[-1] * row_bytes(self.spec)
         torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
-    def _launch_in_parts(self, step: GraphStep) -> None:
-        """Write the step's inputs, which stay untouched: the steps between its parts have their own."""
+    def _launch_in_parts(self, step: GraphStep, share: float) -> None:
+        """Write the step's inputs, which no step between its parts touches. share: see launch_beside."""
         chunks, row = list[Chunk](), 0
-        step.overtakes = bool(self._unfinished)
         cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
             places, most = self._on.over_inputs, self._limits.over_rows
@@ -234,7 +260,8 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        launching = self._session.begin_parts(step, len(cut), self._limits.cells)
+        may_run_beside = self._beside and not step.overtakes and min(len(of.tokens) for of in chunks) >= FEW_ROWS
+        launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
         self._timer.forget_blocks()
@@ -242,21 +269,46 @@ class GraphExecutor:
     @torch.inference_mode()
     def advance(self, step: GraphStep, blocks: int) -> bool:
         parts = unfinished(step.parts)
-        with self._queue.current():
+        self._queues.apart = False
+        if parts.done:  # launched beside whole steps
+            return True
+        with self._queues.on_prompts():
             if len(self._parts_ahead) == _MOST_PARTS_AHEAD:
                 self._parts_ahead.popleft().wait()
-            self._begin()
-            self._timer.begin()
+            if not step.alone:
+                self._begin()
+            self._timer.begin(self._queues.prompts)
             count = parts.advance(blocks)
             self._session.pause_pass()
-            self._parts_ahead.append(self._queue.mark())
+            self._parts_ahead.append(self._queues.prompts.mark())
             self._timer.end(count)
-            self._session.launched()
+            if not step.alone:
+                self._session.launched()
+                if parts.done:
+                    self._session.end_parts(step)
             if parts.done:
-                self._session.end_parts(step)
                 self._copy_states(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
+
+    @torch.inference_mode()
+    def keep_ahead(self, step: GraphStep) -> bool:
+        parts, room = unfinished(step.parts), self._ahead.room
+        if not step.alone:
+            raise ValueError("a step that needs the CPU cannot run beside others: advance it between them")
+        self._queues.apart = True
+        while room and not parts.done:
+            room -= 1
+            with self._queues.on_prompts():
+                begin = self._queues.prompts.mark(timed=True)
+                parts.advance(1)
+                if parts.done:
+                    self._copy_states(step.batch.copies_after)
+                self._ahead.launched(begin, self._queues.prompts.mark(timed=True))
+        return parts.done and not self._ahead.pending
+
+    def ended(self, step: GraphStep) -> bool:
+        return step.done is not None and step.done.passed
 
     def done_share(self, step: GraphStep) -> float:
         return unfinished(step.parts).done_share
@@ -289,8 +341,7 @@ class GraphExecutor:
 
     def _capture_head(self, bucket: int) -> Callable[[], None]:
         self._settle()
-        if self._room is None:
-            self._room = self._graph(self._take_room)
+        self._room = self._room or self._graph(self._take_room)
         self._heads[bucket] = self._graph(lambda: self._on.run_head(bucket))
         return self._heads[bucket]
 
@@ -311,10 +362,15 @@ class GraphExecutor:
     @torch.inference_mode()
     def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
-        with self._queue.current():
-            if step.parts is not None:
-                self._remove(step)
+        if step.parts is not None:
+            self._queues.apart = False
+            with self._queues.on_prompts():
                 step.hidden = step.parts.hidden
+            self._remove(step)
+        with self._queues.on_steps():
+            if step.alone:  # of all its launches, none of which was counted
+                self._begin()
+                self._session.end_parts(step)
             self._launch_head(step, step.rows, rows)
             self._timer.end()
             step.done, step.num_launched = self._queue.mark(), self._session.num_launched
@@ -346,7 +402,7 @@ class GraphExecutor:
             raise ValueError("wait() needs a step that was sampled: call sample() first, also for a step with no spans")
         step.done.wait()
         self._session.end_until(step.num_launched)
-        with self._queue.current():
+        with self._queues.on_steps():
             tokens: list[int] = self._host_best[: len(step.rows)].tolist()
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
@@ -385,8 +441,10 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def cancel(self, step: GraphStep) -> None:
-        with self._queue.current():
-            self._settle()
+        self._queues.apart = False
+        with self._queues.on_steps():
+            self._queues.finish()
+            self._session.end_until(self._session.num_launched)
             if step in self._unfinished:
                 self._remove(step)
                 self._session.forget_parts(step)
@@ -394,6 +452,8 @@ class GraphExecutor:
     def _remove(self, step: GraphStep) -> None:
         """Remove a step in parts. If another one goes on, its blocks are measured anew."""
         self._unfinished.remove(step)
+        if step.alone:
+            self._ahead.forget()
         if self._unfinished:
             self._timer.forget_blocks()
 
@@ -402,7 +462,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def logits_of(self, step: GraphStep, rows: Sequence[int]) -> Tensor:
-        with self._queue.current():
+        with self._queues.on_steps():
             self._launch_head(step, rows, ())
             self._queue.finish()
             return self._on.logits[: len(rows)].cpu()
@@ -423,7 +483,7 @@ class GraphExecutor:
     def _settle(self) -> None:
         """Wait for all launches and end their sessions."""
         if self._session.num_in_flight:
-            self._queue.finish()
+            self._queues.finish()
             self._session.end_until(self._session.num_launched)
 
 

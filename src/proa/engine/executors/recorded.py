@@ -187,6 +187,18 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         return done
 
+    def launch_beside(self, batch: StepBatch, share: float) -> RecordedStep:
+        return self.launch(batch, in_parts=True)
+
+    def runs_beside(self, step: RecordedStep) -> bool:
+        return False  # both would need all workers
+
+    def keep_ahead(self, step: RecordedStep) -> bool:
+        raise ValueError("on a CPU steps are computed one after the other: advance this one")
+
+    def ended(self, step: RecordedStep) -> bool:
+        return True
+
     def done_share(self, step: RecordedStep) -> float:
         return unfinished(step.parts).num_blocks / len(self._ends)
 

@@ -43,10 +43,18 @@ class Session(Protocol):
     def variant(self) -> int:
         """Changes with what a step launches: a graph captured under another variant must not be replayed."""
 
-    def begin_pass(self, tokens: int, chunks: int) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
         """Begin a step in parts of `tokens` tokens: each MoE layer is launched in `chunks` chunks, in the order of the
         layers. At most one at a time. Returns the fraction of the experts in RAM that are copied to the device for this
-        step; the CPU computes the others."""
+        step; the CPU computes the others.
+
+        beside: the share of the time that the step would get in turns with other steps, 0.0 if none are expected; the
+        device may then compute it alone, beside them. None: it cannot run beside them, because of its size."""
+
+    @property
+    def pass_is_alone(self) -> bool:
+        """Whether the device computes the step in parts without the CPU: its launches need no begin, launched and end,
+        and may run at the same time as those of other steps. One begin and end must follow all of them."""
 
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part of the step in parts."""
@@ -62,6 +70,7 @@ class NoSession:
     """Session of a device that computes everything itself."""
 
     has_experts = False
+    pass_is_alone = False
     variant = 0
 
     def begin(self) -> None:
@@ -85,7 +94,7 @@ class NoSession:
     def decoding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_pass(self, tokens: int, chunks: int) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
         return 0.0
 
     def pause_pass(self) -> None:

@@ -8,28 +8,31 @@ from proa.engine.executors.device_queue import Mark, Queue
 from proa.engine.executors.executor import Pace
 
 WINDOW_BLOCKS = 16
+MOST_PENDING = 64  # launches whose time was not read yet: without prompts in turns nothing asks for it
 
 
 class StepTimer:
     """Times are read when the device has passed the marks. That of a block is the mean of the last WINDOW_BLOCKS: with
     streamed experts some wait for copies and the next ones do not."""
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
+    def __init__(self) -> None:
         self._last: deque[tuple[float, int]] = deque()  # seconds and blocks of the last parts
         self._pace = Pace(0.0, 0.0)
-        self._begun: Mark | None = None
+        self._begun: tuple[Queue, Mark] | None = None
         self._pending: list[tuple[Mark, Mark, int]] = []
 
-    def begin(self) -> None:
-        self._begun = self._queue.mark(timed=True)
+    def begin(self, queue: Queue) -> None:
+        """Begin the time of a launch to this queue."""
+        self._begun = queue, queue.mark(timed=True)
 
     def end(self, num_blocks: int = 0) -> None:
         """End the time of a launch: num_blocks blocks of a step in parts, or a whole step (0). Without a `begin` before
         it, does nothing."""
         if self._begun is not None:
-            self._pending.append((self._begun, self._queue.mark(timed=True), num_blocks))
+            queue, begun = self._begun
+            self._pending.append((begun, queue.mark(timed=True), num_blocks))
             self._begun = None
+            del self._pending[:-MOST_PENDING]
 
     def forget_blocks(self) -> None:
         """Blocks of another step in parts come next: their time is unknown."""

@@ -43,7 +43,8 @@ class Health:
 class WatchedStep:
     """A launched step whose rows are checked for non-finite values. rows: the sampled ones, in the order of `spans`.
     next_step: launched after it, before its tokens were read. streamed: see StepResult. overtakes: a step in parts that
-    was launched while another one was unfinished."""
+    was launched while another one was unfinished. alone: a step in parts that the device computes without the CPU, so
+    that it may run beside whole steps; the session does not count its launches."""
 
     batch: StepBatch
     health: Health
@@ -53,6 +54,7 @@ class WatchedStep:
     next_step: WatchedStep | None = None
     streamed: float | None = None
     overtakes: bool = False
+    alone: bool = False
 
 
 class WatchedSession:
@@ -81,10 +83,11 @@ class WatchedSession:
         step.streamed = 0.0 if self._session.has_experts else None
 
     def begin_parts(
-        self, step: WatchedStep, chunks: int, cells: Cells | None = None
+        self, step: WatchedStep, chunks: int, cells: Cells | None = None, beside: float | None = None
     ) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a step in parts, as a pass unless it overtakes one or its cells are not streamed; notes how the experts
-        in RAM are computed in it. Returns the context of launches, by the first row of a chunk."""
+        in RAM are computed in it. Returns the context of launches, by the first row of a chunk. beside: see
+        Session.begin_pass."""
         if step.overtakes:
             self.begin_step(step)
             return lambda first_row: nullcontext()
@@ -92,7 +95,8 @@ class WatchedSession:
         if cells is not None and not cells.streams(first.start, first.num_prompt):  # all cells of a step are alike
             self.begin_step(step)
             return self._session.in_parts
-        streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
+        streamed = self._session.begin_pass(step.batch.num_tokens, chunks, beside)
+        step.alone = self._session.pass_is_alone
         step.streamed = streamed if self._session.has_experts else None
         return self._session.in_parts
 

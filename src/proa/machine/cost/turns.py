@@ -13,7 +13,7 @@ import msgspec
 
 MAX_ITL = 2.5  # times the undisturbed gap
 LEAST_ALLOWANCE = 0.1  # of a decode step: so much time prompts get on average if an absolute limit leaves less
-ALONE_S = 0.1  # a cancelled prompt computes on for so long, and a new request waits for it
+ALONE_S = 0.03  # a turn while nothing decodes: a cancelled prompt or a new request waits for up to three of them
 ALONE_BLOCK_S = 0.05  # longest block while nothing decodes: a request that comes then waits for it
 FIRST_TOKENS = 512  # size of the first prefill step while nothing decodes
 # Least size of a prefill step beside decode. A block reads most experts however few its tokens, so prompts crawl in
@@ -23,6 +23,7 @@ LEAST_TOKENS = 128
 SHORT_TOKENS = 1024  # prompts with at most so many tokens to compute may overtake a step of longer ones
 LONG_TOKENS = 8 * SHORT_TOKENS  # prompts with so many do not share a step with short ones
 LEAST_WAIT_S = 0.3  # a short prompt waits for a step that is expected to end sooner
+BESIDE_SPEED = 0.7  # of its speed alone: what a prompt is expected to keep beside decode steps (decision 069)
 AIMED_SHARE = 0.85  # of the time for prefill between two decode steps that a block should take: it varies
 GRAIN_TOKENS = 64  # lengths of prefill steps beside decode are multiples of this
 
@@ -74,6 +75,13 @@ def blocks_due(allowance_s: float, owed: float, block_s: float) -> tuple[int, fl
 def blocks_alone(block_s: float) -> int:
     """Prefill blocks that are computed at a time while nothing decodes. block_s: duration of one, 0: not measured."""
     return max(1, int(ALONE_S / block_s)) if block_s else 1
+
+
+def beside_pays(copied_s: float, divided_s: float, share: float) -> bool:
+    """Whether a prompt is done sooner beside decode steps, with all its experts copied, than in turns with them.
+    copied_s, divided_s: its time alone with all experts copied, and as divided with the CPU; share: of the time, in
+    turns."""
+    return copied_s * share <= divided_s * BESIDE_SPEED
 
 
 def left_s(age_s: float, done_share: float, num_tokens: int) -> float:
