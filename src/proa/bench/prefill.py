@@ -230,6 +230,8 @@ def _figures(
         "gpu_experts_s": one.after.experts_seconds - one.before.experts_seconds,
         "copy_wait_s": one.after.waited_seconds - one.before.waited_seconds,
         "cpu_wait_s": one.after.cpu_wait_seconds - one.before.cpu_wait_seconds,
+        "decided_s": one.after.decided_seconds - one.before.decided_seconds,
+        "routed": float(one.after.routed - one.before.routed),
         "prediction_error": prediction_error(one.before, one.after),
         "upload_bytes_per_s": upload,
         "copy_bytes_per_s": now.copy_bytes_per_s,

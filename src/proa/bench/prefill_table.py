@@ -18,7 +18,8 @@ _COLUMNS = (
 _LEGEND = (
     "plan: predicted as by `proa plan`; bound: no division of the experts in RAM can be faster at the rates of this "
     "run, the GPU's own work included; PCIe: all of them copied once; FLOPs: all operations at the rate of a large "
-    "product; streamed: experts in RAM that were copied; prediction: measured over predicted time of the passes, less 1."
+    "product; streamed: experts in RAM that were copied; prediction: measured over predicted time of the passes, less "
+    "1."
 )
 
 

@@ -55,3 +55,13 @@ class Ring:
     def bank(self, layer: int, number: int) -> Bank:
         """Bank `number` as the layer uses it."""
         return self._banks[layer][number]
+
+    def matrices(self, layer: int, number: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed bytes, uint8, of the layer's expert at this place of bank `number`: (gate and up, down)."""
+        bank = self._banks[layer][number]
+        firsts = (expert * bank.up_bytes, bank.room * bank.up_bytes + expert * bank.down_bytes)
+        up, down = (
+            self._memory[number, first : first + nbytes]
+            for first, nbytes in zip(firsts, (bank.up_bytes, bank.down_bytes), strict=True)
+        )
+        return up, down

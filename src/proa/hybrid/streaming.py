@@ -12,7 +12,20 @@ banks in turn. The order on the device, for group n in bank b:
 
 Copies of a group thus run beside the launches of the group before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
-CPU's. During a pass no expert moves (moves.py), so no table of either kind gets stale.
+CPU's. During a pass no expert moves, but for those of layers that it has passed (promotions.py), whose tables it reads
+no more: so no table of either kind gets stale.
+
+A pass of one chunk whose layers are one group each is divided by the routing, where that gains more than it costs. Then
+the copies of a layer come in two parts: the head, before its routing is known, and the tail, which the routing decides:
+
+    head of l   queued behind the tail of l - 1, so that the copy engine has work until the tail is known
+    launches    the choice of experts is fetched, and the host waits for it; the layer's table is sent anew; pairs are
+                located, and the CPU's are pushed; only then the tail and the head of l + 1 are queued, since the CPU
+                waits for its pairs and the copy engine does not; wait for head and tail; the GPU's experts
+
+The host is thus at most one layer ahead of the device. An expert that no token chose is in no tail. The bank of the
+head of l + 1 is free by then: the choice of l was made behind the launches of l - 1, the last that read it. The table
+that is sent anew is that of l alone, on the stream of the launches; in this pass none before reads it.
 """
 
 from __future__ import annotations
@@ -22,16 +35,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals, Times
+from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Ring
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
-from proa.machine.cost.prefill import Division, PrefillRates, divide, divisions
+from proa.machine.cost.prefill import (
+    LAYER,
+    UNKNOWN_GAINS,
+    Division,
+    PrefillRates,
+    divide,
+    divide_routed,
+    divisions,
+    head,
+    routing_gain_s,
+)
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.native.weights import Piece
@@ -40,42 +66,12 @@ from proa.ops.sizes import RING_BANKS as BANKS
 
 @dataclass(frozen=True)
 class Asked:
-    """mode: what computes experts in RAM for prompts, a value of --prefill, or "half": of each layer's, half are
-    streamed, whatever the rates. top_k: the largest of the model's layers."""
+    """mode: what computes experts in RAM for prompts, a value of --prefill, or, whatever the rates, "half": of each
+    layer's, half are streamed, or "routed": they are divided by the routing wherever that is possible. top_k: the
+    largest of the model's layers."""
 
     mode: str
     top_k: int
-
-
-@dataclass
-class PassTotals:
-    """Sums over all passes since the start."""
-
-    passes: int = 0
-    pass_tokens: int = 0
-    streamed: int = 0  # experts copied to the ring, over all layers
-    left_to_cpu: int = 0  # experts in RAM that were not
-    streamed_bytes: int = 0
-    copy_s: float = 0.0  # of passes that were measured, as the following ones
-    predicted_s: float = 0.0  # sum over layers of the longer of copies and computing, as divided
-    took_s: float = 0.0  # from the begin of each pass to the end of its launches
-    own_s: float = 0.0  # of this, the GPU's time for all but experts
-    experts_s: float = 0.0  # for experts
-    waited_s: float = 0.0  # its waits for copies
-    cpu_wait_s: float = 0.0  # its waits for the CPU's sums
-
-
-class Times(NamedTuple):
-    """Device time of a pass, in seconds. own: all that is not experts; waited: for copies; experts: the device's
-    experts; cpu: waits for the CPU's sums."""
-
-    own: float
-    waited: float
-    experts: float
-    cpu: float
-
-
-OWN, WAITED, EXPERTS, OF_CPU = range(4)  # fields of Times: what the device did before a mark
 
 
 @dataclass(frozen=True)
@@ -97,17 +93,30 @@ def groups_of(layer: int, experts: Sequence[int], count: int) -> list[Group]:
 @dataclass
 class _Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
-    then with what the device did since the mark before."""
+    then with what the device did since the mark before.
+
+    If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
+    the layer under way; tail: its experts to copy besides the head, until their copies have started; gain_s: by which
+    the pass is shorter, as far as it is known."""
 
     tokens: int
     chunks: int
     groups: list[Group]
     divisions: list[Division]
     before: Counters  # of the CPU's jobs when the pass began
+    heat: NDArray[np.float32] | None = None
+    routed: bool = False
+    promotes: bool = False
     at: int = 0  # the group under way
     left: int = 0
-    uploads: dict[int, Upload] = field(default_factory=dict)
+    uploads: dict[int, list[Upload]] = field(default_factory=dict)
     nbytes: int = 0
+    streamed: int = 0  # experts, of the groups that are divided
+    copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
+    chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    tail: list[int] | None = None
+    gain_s: float = 0.0
+    seen_jobs: Counters | None = None  # the CPU's jobs up to the layer before
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -142,8 +151,10 @@ class Streaming:
         self, layers: Sequence[LayerMemory], tables: Tables, ring: Ring, uploads: Uploads[Any], rates: PrefillRates,
         asked: Asked,
     ) -> None:  # fmt: skip
-        self.totals, self.rates = PassTotals(), rates
-        self._layers, self._tables, self._ring, self._uploads, self._asked = layers, tables, ring, uploads, asked
+        self.totals, self.rates, self.gains = PassTotals(), rates, UNKNOWN_GAINS
+        self.promotions: Promotions | None = None
+        self.jobs: Callable[[], Counters] | None = None  # counts the CPU's jobs so far
+        self.ring, self._layers, self._tables, self._uploads, self._asked = ring, layers, tables, uploads, asked
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
         sets = max((ring.groups(i, len(layers[i].in_ram)) for i in self._streamed), default=1)
         self.overlay = Overlay(tables, sets)
@@ -152,6 +163,7 @@ class Streaming:
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
         self._active = False
+        self._seen: NDArray[np.float32] | None = None  # [layers, experts], tokens in passes divided by their routing
         self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
 
     @property
@@ -172,38 +184,62 @@ class Streaming:
         finally:
             self._active = False
 
-    def begin(self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters) -> float:
-        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers. Returns the
-        fraction of the experts in RAM that are copied.
+    def begin(
+        self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters, *, promotes: bool = False
+    ) -> None:
+        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
 
         heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
-        the CPU's jobs so far.
+        the CPU's jobs so far. promotes: hot experts may take the slots of others.
         """
         divisions = [self._divide(i, tokens, chunks) for i in self._streamed]
+        routed = self._is_routed(tokens, chunks)
+        heat = self._seen if heat is None else heat
         groups = list[Group]()
         for layer, division in zip(self._streamed, divisions, strict=True):
-            experts = self._hottest(layer, division.streamed, heat)
-            groups += groups_of(layer, experts, self._ring.groups(layer, len(experts)))
-        self._pass = one = _Pass(tokens, chunks, groups, divisions, counters, left=chunks)
-        streamed = sum(len(group.experts) for group in groups)
+            count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
+            experts = self._in_order(layer, self._hottest(layer, heat)[:count])
+            groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
+        one = _Pass(tokens, chunks, groups, divisions, counters, heat, routed, promotes, left=chunks)
+        self._pass = one
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        in_ram = sum(map(self._in_ram, self._streamed))
-        self.totals.streamed += streamed
-        self.totals.left_to_cpu += in_ram - streamed
+        self.totals.routed += routed
         self._publish(one)
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        for at in range(min(BANKS, len(groups))):
-            self._copy(one, at)
-        return streamed / max(1, in_ram)
+        if not routed:
+            self._count(one, sum(len(group.experts) for group in groups), sum(map(self._in_ram, self._streamed)))
+        for at in range(min(1 if routed else BANKS, len(groups))):
+            self._copy(one, at, groups[at].experts)
+
+    def _is_routed(self, tokens: int, chunks: int) -> bool:
+        """Whether a pass is divided by its routing."""
+        if self._asked.mode not in ("auto", "routed") or chunks > 1:
+            return False
+        if any(self.ring.groups(layer, self._in_ram(layer)) > 1 for layer in self._streamed):
+            return False
+        if self._asked.mode == "routed" or self.gains.worth(tokens):
+            return True
+        self.gains = self.gains.skipped(tokens)
+        return False
+
+    def _count(self, one: _Pass, streamed: int, of: int) -> None:
+        """Count the experts of layers that are divided: so many `of` those in RAM are streamed."""
+        one.streamed += streamed
+        self.totals.streamed += streamed
+        self.totals.left_to_cpu += of - streamed
 
     def _mark(self, one: _Pass, what: int) -> None:
         one.marks.append((what, self._uploads.mark()))
 
+    def _nbytes(self, layer: int) -> int:
+        """Bytes of an expert of the layer."""
+        bank = self.ring.bank(layer, 0)
+        return bank.up_bytes + bank.down_bytes
+
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
-        memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
-        nbytes = bank.up_bytes + bank.down_bytes
+        memory, count, nbytes = self._layers[layer], self._in_ram(layer), self._nbytes(layer)
         if self._asked.mode == "stream":
             return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
         chosen = self._asked.top_k * count / memory.experts
@@ -215,27 +251,85 @@ class Streaming:
         """Number of the layer's experts that the CPU owns."""
         return int((self._tables.owners[layer, : self._layers[layer].experts] == CPU).sum())
 
-    def _hottest(self, layer: int, count: int, heat: NDArray[np.float32] | None) -> list[int]:
-        """The `count` most chosen experts of the CPU, in the order of their numbers in RAM."""
+    def _hottest(self, layer: int, heat: NDArray[np.float32] | None) -> NDArray[np.int64]:
+        """The CPU's experts, the most chosen first."""
         own = np.flatnonzero(self._tables.owners[layer, : self._layers[layer].experts] == CPU)
-        if heat is not None:
-            own = own[np.argsort(-heat[layer, own], kind="stable")]
-        numbers = self._tables.numbers(layer, own[:count].tolist())
-        return [int(expert) for _, expert in sorted(zip(numbers, own[:count], strict=True))]
+        return own if heat is None else own[np.argsort(-heat[layer, own], kind="stable")]
 
-    def _copy(self, one: _Pass, at: int) -> None:
-        """Start the copies of the group at this position, once its bank is free."""
+    def _in_order(self, layer: int, experts: NDArray[np.int64]) -> list[int]:
+        """The experts in the order of their numbers in RAM."""
+        numbers = self._tables.numbers(layer, experts.tolist())
+        return [int(expert) for _, expert in sorted(zip(numbers, experts, strict=True))]
+
+    def _copy(self, one: _Pass, at: int, experts: Sequence[int], first: int = 0) -> None:
+        """Start the copies of these experts of the group at this position, once its bank is free: to number `first` of
+        the bank and the next ones."""
         group = one.groups[at]
-        bank = self._ring.bank(group.layer, at % BANKS)
-        numbers = self._tables.numbers(group.layer, group.experts)
+        bank = self.ring.bank(group.layer, at % BANKS)
+        numbers = self._tables.numbers(group.layer, experts)
         if not numbers:
             return
         up, down = self._pieces[group.layer]
-        transfers = [*transfers_of(numbers, up, bank.up), *transfers_of(numbers, down, bank.down)]
-        one.uploads[at] = self._uploads.start(transfers, self._free[at % BANKS])
+        transfers = transfers_of(numbers, up, bank.up + first * bank.up_bytes)
+        transfers += transfers_of(numbers, down, bank.down + first * bank.down_bytes)
+        one.uploads.setdefault(at, []).append(self._uploads.start(transfers, self._free[at % BANKS]))
         nbytes = sum(transfer.nbytes for transfer in transfers)
+        one.copied_s = max(one.copied_s, time.perf_counter()) + nbytes / self.rates.copy_bytes_per_s
         one.nbytes += nbytes
         self.totals.streamed_bytes += nbytes
+
+    def route(self, ids: Tensor) -> None:
+        """Divide the experts of the layer under way by its routing, for which the host waits. ids [T, k]: the layer's
+        choice, -1: none."""
+        one = self._under_way
+        fetched = self._uploads.fetch(ids)
+        self._mark(one, OWN)
+        chosen = fetched.wait()
+        self._learn(one)
+        at, group = one.at, one.groups[one.at]
+        layer, nbytes = group.layer, self._nbytes(group.layer)
+        one.chosen = np.bincount(chosen[chosen >= 0], minlength=self._layers[layer].experts)
+        own = self._hottest(layer, one.heat)
+        tokens_of, started = one.chosen[own], np.isin(own, group.experts)
+        found = divide_routed(tokens_of, started, nbytes, one.tokens, self.rates, self._queued_s(one))
+        one.tail = self._in_order(layer, own[list(found.more)])
+        one.groups[at] = replace(group, experts=[*group.experts, *one.tail])
+        self.overlay.replace(self._elsewhere(one, at))
+        self._mark(one, DECIDED)
+        expected = one.divisions[at].streamed
+        one.gain_s += routing_gain_s(tokens_of, expected, found.of, nbytes, one.tokens, self.rates)
+        one.divisions[at] = found.of
+        self._count(one, found.of.streamed, len(own))
+        self._see(layer, one.chosen)
+
+    def _learn(self, one: _Pass) -> None:
+        """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
+        pass's end to be divided by them."""
+        at, jobs = one.at - 1, None if self.jobs is None else self.jobs()
+        seconds = [upload.seconds() for upload in one.uploads.get(at, ())]
+        if seconds and None not in seconds:
+            nbytes = len(one.groups[at].experts) * self._nbytes(one.groups[at].layer)
+            self.rates = self.rates.after_copies(nbytes, sum(s for s in seconds if s is not None), LAYER)
+        if jobs is not None and one.seen_jobs is not None and jobs.jobs - one.seen_jobs.jobs == 1:  # its own job alone
+            self.rates = self.rates.after_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.seen_jobs.moe_s, LAYER)
+        one.seen_jobs = jobs
+
+    @property
+    def routed(self) -> bool:
+        """Whether the pass under way is divided by its routing."""
+        return self._pass is not None and self._pass.routed
+
+    def _queued_s(self, one: _Pass) -> float:
+        """Expected time until all copies that were started have arrived."""
+        if all(upload.seconds() is not None for upload in one.uploads.get(one.at, ())):
+            return 0.0
+        return max(0.0, one.copied_s - time.perf_counter())
+
+    def _see(self, layer: int, chosen: NDArray[np.int64]) -> None:
+        """Note the routing, for passes without another heat."""
+        if self._seen is None:
+            self._seen = np.zeros((len(self._layers), self._tables.experts), np.float32)
+        self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
 
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
@@ -244,7 +338,7 @@ class Streaming:
 
     def _elsewhere(self, one: _Pass, at: int) -> Elsewhere:
         group = one.groups[at]
-        bank = self._ring.bank(group.layer, at % BANKS)
+        bank = self.ring.bank(group.layer, at % BANKS)
         up, down = ([to + i * of for i in range(len(group.experts))] for to, of in bank.strides)
         return Elsewhere(group.layer, group.number, group.experts, up, down)
 
@@ -277,10 +371,16 @@ class Streaming:
 
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""
-        one = self._under_way
+        one, at = self._under_way, self._under_way.at
+        if one.tail is not None:
+            self._copy(one, at, one.tail, len(one.groups[at].experts) - len(one.tail))
+            one.tail = None
+            if at + 1 < len(one.groups):
+                self._copy(one, at + 1, one.groups[at + 1].experts)
         self._mark(one, OWN)
-        if one.left == one.chunks and one.at in one.uploads:
-            one.uploads[one.at].join()
+        if one.left == one.chunks:
+            for upload in one.uploads.get(at, ()):
+                upload.join()
         self._mark(one, WAITED)
 
     def summed(self) -> None:
@@ -300,34 +400,51 @@ class Streaming:
         one.left -= 1
         if one.left:
             return
+        if one.routed and one.promotes and self.promotions is not None:
+            group = one.groups[one.at]
+            taken = self.promotions.take(group.layer, group.experts, one.at % BANKS, one.chosen, one.tokens)
+            one.gain_s += taken * self._nbytes(group.layer) / self.rates.copy_bytes_per_s
+            self.totals.promoted += taken
+            self._mark(one, DECIDED)
         self._free[one.at % BANKS] = one.marks[-1][1]
-        if one.at + BANKS < len(one.groups):
-            self._copy(one, one.at + BANKS)
+        ahead = one.at + BANKS
+        if not one.routed and ahead < len(one.groups):
+            self._copy(one, ahead, one.groups[ahead].experts)
         one.at, one.left = one.at + 1, one.chunks
 
-    def end(self) -> None:
-        """The pass was launched whole, or is given up: then all its launches have ended."""
+    def end(self) -> float:
+        """The pass was launched whole, or is given up: then all its launches have ended. Returns the fraction of the
+        experts in RAM that were copied."""
         one, self._pass = self._pass, None
-        if one is not None and one.at == len(one.groups):
+        if one is None:
+            return 0.0
+        if one.at == len(one.groups):
             self._launched = one
+            if one.routed:
+                self.gains = self.gains.after(one.tokens, one.gain_s)
+        return one.streamed / max(1, sum(map(self._in_ram, self._streamed)))
 
     def measure(self, counters: Counters) -> None:
         """Update the rates by the last pass, all of whose launches have ended. counters: see `begin`."""
         one, self._launched = self._launched, None
         if one is None:
             return
-        seconds = [upload.seconds() for upload in one.uploads.values()]
+        seconds = [upload.seconds() for uploads in one.uploads.values() for upload in uploads]
         if None in seconds:
             return
         copy_s = sum(second for second in seconds if second is not None)
-        self.rates = self.rates.after_copies(one.nbytes, copy_s)
+        if not one.routed:  # else each layer was learned from
+            self.rates = self.rates.after_copies(one.nbytes, copy_s)
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
         times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
         each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
-        self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         self.rates = self.rates.after_launches(each, launches, times.own, times.experts)
+        if one.routed:
+            self.rates = self.rates.after_decisions(launches, times.decided)
+        else:
+            self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         totals = self.totals
         totals.copy_s += copy_s
         totals.predicted_s += sum(of.seconds for of in one.divisions)
@@ -336,6 +453,7 @@ class Streaming:
         totals.experts_s += times.experts
         totals.waited_s += times.waited
         totals.cpu_wait_s += times.cpu
+        totals.decided_s += times.decided
 
     def counted(self, counters: Counters) -> Counters:
         """The counters with those of the passes."""

@@ -80,13 +80,12 @@ class WatchedSession:
         step.streamed = 0.0 if self._session.has_experts else None
 
     def begin_parts(self, step: WatchedStep, chunks: int) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a step in parts, as a pass unless it overtakes one; notes how the experts in RAM are computed in it.
-        Returns the context of launches, by the first row of a chunk."""
+        """Begin a step in parts, as a pass unless it overtakes one. Returns the context of launches, by the first row
+        of a chunk."""
         if step.overtakes:
             self.begin_step(step)
             return lambda first_row: nullcontext()
-        streamed = self._session.begin_pass(step.batch.num_tokens, chunks)
-        step.streamed = streamed if self._session.has_experts else None
+        self._session.begin_pass(step.batch.num_tokens, chunks)
         return self._session.in_parts
 
     def decoding(self) -> AbstractContextManager[None]:
@@ -181,9 +180,11 @@ class WatchedSession:
             return self.faults_between(step.batch.spans, bad)
 
     def end_parts(self, step: WatchedStep) -> None:
-        """End a step in parts: all parts were launched, or it was cancelled and its launches have ended."""
+        """End a step in parts: all parts were launched, or it was cancelled and its launches have ended. Notes how the
+        experts in RAM were computed in it."""
         if not step.overtakes:
-            self._session.end_pass()
+            streamed = self._session.end_pass()
+            step.streamed = streamed if self._session.has_experts else None
 
     def forget_parts(self, step: WatchedStep) -> None:
         """Discard the notes about a step in parts that was cancelled."""

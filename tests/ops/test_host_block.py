@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from proa.engine.executors.host_block import HostBlock
+from proa.ops.host_block import HostBlock
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
