@@ -90,14 +90,24 @@ def groups_of(layer: int, experts: Sequence[int], count: int) -> list[Group]:
     return [Group(layer, i, count, list(experts[cuts[i] : cuts[i + 1]])) for i in range(count)]
 
 
+@dataclass(frozen=True)
+class _Divided:
+    """A layer that was divided by its routing. tokens_of: of its experts in RAM, the hottest first; jobs: of the CPU
+    until then."""
+
+    of: Division
+    tokens_of: NDArray[np.int64]
+    jobs: Counters | None
+
+
 @dataclass
 class _Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
     then with what the device did since the mark before.
 
     If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
-    the layer under way; tail: its experts to copy besides the head, until their copies have started; gain_s: by which
-    the pass is shorter, as far as it is known."""
+    the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;
+    gain_s: by which the pass is shorter, as far as it is known."""
 
     tokens: int
     chunks: int
@@ -114,9 +124,10 @@ class _Pass:
     streamed: int = 0  # experts, of the groups that are divided
     copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
     chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    tail: list[int] | None = None
+    tail: list[int] = field(default_factory=list)
+    divided: _Divided | None = None
     gain_s: float = 0.0
-    seen_jobs: Counters | None = None  # the CPU's jobs up to the layer before
+    jobs: Counters | None = None  # the CPU's, when the layer before was divided
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -284,35 +295,47 @@ class Streaming:
         one = self._under_way
         fetched = self._uploads.fetch(ids)
         self._mark(one, OWN)
-        chosen = fetched.wait()
-        self._learn(one)
         at, group = one.at, one.groups[one.at]
         layer, nbytes = group.layer, self._nbytes(group.layer)
+        own = self._hottest(layer, one.heat)  # while the device computes; after the wait it has nothing to do
+        started = np.isin(own, group.experts)
+        chosen = fetched.wait()
+        jobs = None if self.jobs is None else self.jobs()
         one.chosen = np.bincount(chosen[chosen >= 0], minlength=self._layers[layer].experts)
-        own = self._hottest(layer, one.heat)
-        tokens_of, started = one.chosen[own], np.isin(own, group.experts)
+        tokens_of = one.chosen[own]
         found = divide_routed(tokens_of, started, nbytes, one.tokens, self.rates, self._queued_s(one))
         one.tail = self._in_order(layer, own[list(found.more)])
         one.groups[at] = replace(group, experts=[*group.experts, *one.tail])
         self.overlay.replace(self._elsewhere(one, at))
         self._mark(one, DECIDED)
-        expected = one.divisions[at].streamed
-        one.gain_s += routing_gain_s(tokens_of, expected, found.of, nbytes, one.tokens, self.rates)
-        one.divisions[at] = found.of
-        self._count(one, found.of.streamed, len(own))
+        one.divided = _Divided(found.of, tokens_of, jobs)
+
+    def _start_tail(self, one: _Pass, divided: _Divided) -> None:
+        """Start the copies that the routing has decided, and those of the next head; then what may wait until now."""
+        at, tail = one.at, one.tail
+        self._copy(one, at, tail, len(one.groups[at].experts) - len(tail))
+        if at + 1 < len(one.groups):
+            self._copy(one, at + 1, one.groups[at + 1].experts)
+        layer, expected = one.groups[at].layer, one.divisions[at].streamed
+        one.gain_s += routing_gain_s(
+            divided.tokens_of, expected, divided.of, self._nbytes(layer), one.tokens, self.rates
+        )  # fmt: skip
+        self._learn(one, divided.jobs)
+        one.divisions[at] = divided.of
+        self._count(one, divided.of.streamed, len(divided.tokens_of))
         self._see(layer, one.chosen)
 
-    def _learn(self, one: _Pass) -> None:
+    def _learn(self, one: _Pass, jobs: Counters | None) -> None:
         """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
-        pass's end to be divided by them."""
-        at, jobs = one.at - 1, None if self.jobs is None else self.jobs()
+        pass's end to be divided by them. jobs: of the CPU, up to that layer."""
+        at = one.at - 1
         seconds = [upload.seconds() for upload in one.uploads.get(at, ())]
         if seconds and None not in seconds:
             nbytes = len(one.groups[at].experts) * self._nbytes(one.groups[at].layer)
             self.rates = self.rates.after_copies(nbytes, sum(s for s in seconds if s is not None), LAYER)
-        if jobs is not None and one.seen_jobs is not None and jobs.jobs - one.seen_jobs.jobs == 1:  # its own job alone
-            self.rates = self.rates.after_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.seen_jobs.moe_s, LAYER)
-        one.seen_jobs = jobs
+        if jobs is not None and one.jobs is not None and jobs.jobs - one.jobs.jobs == 1:  # that layer's job alone
+            self.rates = self.rates.after_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s, LAYER)
+        one.jobs = jobs
 
     @property
     def routed(self) -> bool:
@@ -371,15 +394,13 @@ class Streaming:
 
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""
-        one, at = self._under_way, self._under_way.at
-        if one.tail is not None:
-            self._copy(one, at, one.tail, len(one.groups[at].experts) - len(one.tail))
-            one.tail = None
-            if at + 1 < len(one.groups):
-                self._copy(one, at + 1, one.groups[at + 1].experts)
+        one = self._under_way
+        divided, one.divided = one.divided, None
+        if divided is not None:
+            self._start_tail(one, divided)
         self._mark(one, OWN)
         if one.left == one.chunks:
-            for upload in one.uploads.get(at, ()):
+            for upload in one.uploads.get(one.at, ()):
                 upload.join()
         self._mark(one, WAITED)
 
