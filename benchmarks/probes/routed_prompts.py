@@ -8,7 +8,7 @@ Random weights; each engine runs in a process of its own.
 ("before"); medians. decided_us: the device's wait in a layer for the host; unchosen: of the experts that were copied,
 those that no token chose. The engine takes "routed" by itself where `gain_ms`, by its cost functions, is positive.
 
-`decode_after_a_prompt`: --resident percent in VRAM, RAM has all; a new engine, a prompt of the greatest length, then
+`decode_after_a_prompt`: --resident percent in VRAM; a new engine, a prompt of the greatest length, then
 --decode tokens: tokens/s of the first 64, of the last 64 (settled), and their ratio; with and without promotions.
 """
 
@@ -126,8 +126,6 @@ def first_tokens(asked: argparse.Namespace, router: str) -> None:
 def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     resident = round(shape_of(asked).experts * asked.resident / 100)
     engine, hybrid, streaming = loaded(asked, "zipf", resident)
-    if streaming.promotions is None:
-        raise SystemExit("RAM does not hold a copy of every expert: none can be promoted")
     if not promotes:
         streaming.promotions = None
     streaming._asked = Asked("routed", shape_of(asked).top_k)
@@ -138,7 +136,7 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     now = hybrid.counters()
     print(json.dumps({
         "decode_after_a_prompt": promotes, "format": asked.format, "tokens": tokens, "resident": resident,
-        "passes": now.passes, "routed": now.routed, "promoted": now.promoted, "moved_bytes": now.moved_bytes,
+        "ram_has_all": hybrid._placement.inclusive, "passes": now.passes, "routed": now.routed, "promoted": now.promoted, "moved_bytes": now.moved_bytes,
         "first_token_ms": round(1e3 * at_s[0], 1), "first_64_tokens_per_s": round(first, 2),
         "settled_tokens_per_s": round(last, 2), "of_settled": round(first / last, 4),
     }), flush=True)  # fmt: skip

@@ -52,6 +52,17 @@ def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
     assert "note: prefill rates: " in out
 
 
+def test_divisions_by_routing_are_counted(bench: Bench) -> None:
+    """The first pass of a length is divided by its routing, to learn what that gains; whether later ones are, depends
+    on it."""
+    code, out, err = bench("--tokens=40", "--router=zipf", "--json")
+    assert code == 0, err
+    figures = json.loads(out)["figures"]
+    assert figures["routed"] in (0, 1)
+    assert (figures["decided_s"] > 0) == (figures["routed"] == 1)
+    assert 0 < figures["overlapped_bound_s"] <= figures["bound_s"]
+
+
 def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
     code, out, err = bench("--tokens=40", "--mode=cpu", "--json")
     assert code == 0, err

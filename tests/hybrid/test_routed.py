@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
 from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import NO_GAINS, CpuExpertCost, Division, PrefillRates
+from proa.models.ranks import CPU
 from proa.native.pool import Pool
 from teacher_forced import prompts
 
@@ -197,12 +199,43 @@ def test_experts_that_a_prompt_made_hot_take_slots(family: str, device: str, loa
         assert (logits - want).abs().mean() < 0.01
 
 
+def places(hybrid: Any) -> list[list[list[torch.Tensor]]]:
+    """Bytes of each expert, where the tables map it: [layer][expert][part]."""
+    found = []
+    for number, layer in enumerate(hybrid.layers):
+        where, owners = hybrid.moves._where[number], hybrid.tables.owners[number]
+        found.append([
+            [part.flatten().cpu().clone() for part in (where.slot_of[e].up, where.slot_of[e].down)] if owners[e] != CPU
+            else [torch.cat([*spans]).clone() for spans in layer.memory.in_place(where.number_of[e])]
+            for e in range(layer.memory.experts)
+        ])  # fmt: skip
+    return found
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_copies_in_ram_no_expert_is_promoted(device: str, load: Load) -> None:
-    """The evicted one would be lost."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_copies_in_ram_a_promotion_is_a_move(family: str, device: str, load: Load) -> None:
+    """At most as many as there are spare slots in a pass, whose tables stay; later the evicted ones are copied to RAM,
+    and each expert has its own bytes."""
+    batch = StepBatch(spans([[9] * 120]))
+    want = passed(load(family, Split(0.25), device, rows=192, every=False), batch)
     keep: list[Kept] = []
     split = Split(0.25, spare=1, prefill="routed", ring_bytes=WHOLE)
-    executor = load("qwen3-moe", split, device, rows=192, keep=keep, every=False)
-    passed(executor, StepBatch(spans([[9] * 120])))
-    assert streaming_of(keep).promotions is None
-    assert streaming_of(keep).totals.promoted == 0
+    executor = load(family, split, device, rows=192, keep=keep, every=False)
+    hybrid, streaming = keep[0].hybrid, streaming_of(keep)
+    streaming.rates = FAST_LINK
+    before, owners = places(hybrid), hybrid.tables.owners.copy()
+    got = passed(executor, batch)
+    assert streaming.totals.promoted == 1
+    assert (hybrid.tables.owners == owners).all()
+    for at in range(40):
+        decode(executor, at)
+        time.sleep(0.001)  # gives copies time
+    assert hybrid.moves.moved.experts >= 1
+    assert (hybrid.tables.owners != owners).any()
+    for layer, layer_before in zip(places(hybrid), before, strict=True):
+        for now, then in zip(layer, layer_before, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    for logits in (got, passed(executor, batch)):
+        torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
+        assert (logits - want).abs().mean() < 0.01

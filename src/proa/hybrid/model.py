@@ -157,7 +157,7 @@ class HybridModel:
         self.counting = Counting(self.tables, top_k, nbytes, copiers.counts, trace)
         if spare:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
-            if self.streaming is not None and self._placement.inclusive:
+            if self.streaming is not None:
                 self.streaming.promotions = Promotions(self.moves, self.streaming.ring)
 
     def _bind_passes(self, parts: Parts, prompts: PromptParts, top_k: int) -> None:

@@ -16,7 +16,7 @@ Why no step sees half a move: tables change on the steps' stream, between two st
 in flight and read what the tables named then: a slot or a place in RAM that tables no longer name is written only once
 all of these steps have ended. (A late worker of the CPU may read such a place even then; its result is dropped.)
 No step waits for a copy or for a table update.
-Experts that a prompt copied to the ring take others' slots without a spare one: promotions.py.
+Experts that a prompt copied to the ring get slots from there: promotions.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ class _Move:
     slot: Slot  # the promoted expert's
     copy: Copy | None
     came: int | None = None  # the first step with the promoted expert on the device; then the evicted one is copied out
+
+
+class _Launched:
+    """A copy on the stream of the steps: work that is launched from now on sees it."""
+
+    def done(self) -> bool:
+        return True
+
+
+_LAUNCHED = _Launched()
 
 
 @dataclass
@@ -129,6 +139,18 @@ class Moves:
         movable &= self._resident[layer] | np.isin(np.arange(len(movable)), experts)
         heat = self.heat.foreseen(layer, chosen, tokens)
         return self.heat.swaps_of(layer, heat, self._resident[layer, :count], movable[:count], most)
+
+    def room(self, layer: int) -> int:
+        """Number of spare slots for the layer's experts."""
+        return len(self._spare[self._size[layer]])
+
+    def reserve(self, swap: Swap) -> Slot:
+        """Start a move into a spare slot, which is returned: the caller copies the promoted expert there at once, on
+        the stream of the steps. The rest is as in other moves."""
+        slot = self._spare[self._size[swap.layer]].pop()
+        self._movable[swap.layer, [swap.promote, swap.evict]] = False
+        self._moves.append(_Move(swap, slot, _LAUNCHED))
+        return slot
 
     def replace(self, swap: Swap) -> Slot:
         """From the next `publish` on, the promoted expert is in the evicted one's slot, which is returned, and the CPU

@@ -426,7 +426,7 @@ class Streaming:
             taken = self.promotions.take(group.layer, group.experts, one.at % BANKS, one.chosen, one.tokens)
             one.gain_s += taken * self._nbytes(group.layer) / self.rates.copy_bytes_per_s
             self.totals.promoted += taken
-            self._mark(one, DECIDED)
+            self._mark(one, OWN)
         self._free[one.at % BANKS] = one.marks[-1][1]
         ahead = one.at + BANKS
         if not one.routed and ahead < len(one.groups):

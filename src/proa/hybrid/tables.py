@@ -101,10 +101,12 @@ class Tables:
         self._share_changed = True
 
     def publish(self) -> None:
-        """Copy changed tables to the device, on the current stream, before a step."""
-        for layer in sorted(self._changed):
-            self.sender.send(self._host[layer], self._device[layer])
-        self._changed.clear()
+        """Copy changed tables to the device, on the current stream, before a step: all from the first changed layer to
+        the last, since launches cost more than bytes."""
+        if self._changed:
+            layers = slice(min(self._changed), max(self._changed) + 1)
+            self.sender.send(self._host[layers], self._device[layers])
+            self._changed.clear()
         if self._share_changed:
             self.sender.send(self._host_share, self._share)
             self._share_changed = False
