@@ -2,11 +2,12 @@
 Random weights; each engine runs in a process of its own.
 
     python benchmarks/probes/routed_prompts.py --layers 24 --gpu 0
-    python benchmarks/probes/routed_prompts.py --tiny --gpu sim:64MiB,pcie=1GB/s --tokens 16 100 --prompts 4 --decode 200
+    python benchmarks/probes/routed_prompts.py --tiny --gpu sim:64MiB,pcie=1GB/s --tokens 16 100 --decode 200
 
-`first_token`: no expert in VRAM; prompts of each length, in blocks divided by their routing ("routed") and beforehand
-("before"); medians. decided_us: the device's wait in a layer for the host; unchosen: of the experts that were copied,
-those that no token chose. The engine takes "routed" by itself where `gain_ms`, by its cost functions, is positive.
+`first_token`: no expert in VRAM; prompts of each length, in blocks divided by their routing ("routed"), beforehand
+("before"), and as the engine chooses ("auto"); medians. decided_us: the device's wait in a layer for the host;
+unchosen: of the experts that were copied, those that no token chose; auto_routed: of the passes of "auto", those that
+were divided by their routing to their end.
 
 `decode_after_a_prompt`: --resident percent in VRAM; a new engine, a prompt of the greatest length, then
 --decode tokens: tokens/s of the first 64, of the last 64 (settled), and their ratio; with and without promotions.
@@ -31,7 +32,7 @@ from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
 from proa.hybrid.model import HybridModel
 from proa.hybrid.streaming import Asked, Streaming
-from proa.machine.cost.prefill import NO_GAINS, UNKNOWN_GAINS
+from proa.machine.cost.prefill import PROBED_LAYERS
 from proa.plan.prepare import prepare
 from proa.types import EngineRequest, Sampling
 
@@ -91,27 +92,30 @@ def notes_unchosen(streaming: Streaming) -> list[int]:
 
 
 def first_tokens(asked: argparse.Namespace, router: str) -> None:
-    """Each way in two blocks, of which the first prompts warm up: rates and heat follow what was last measured."""
+    """Each way in two blocks, of which the first prompts warm up: rates and heat follow what was last measured. Before
+    divisions by routing, an engine without experts in VRAM had no heat: nor has "before"."""
     engine, hybrid, streaming = loaded(asked, router, 0)
     sums, layers, top_k = notes_unchosen(streaming), len(hybrid.layers), shape_of(asked).top_k
     for tokens in asked.tokens:
-        took: dict[str, list[float]] = {"routed": [], "before": []}
-        copied, decided_s, gains_s = {"routed": 0, "before": 0}, list[float](), list[float]()
-        prompts = iter(random_prompts(shape_of(asked).vocab, 4 * (asked.prompts + WARM_UP), tokens))
-        for block, how in enumerate(("routed", "before", "routed", "before")):
+        took: dict[str, list[float]] = {"routed": [], "before": [], "auto": []}
+        copied, routed, decided_s = dict.fromkeys(took, 0), dict.fromkeys(took, 0), list[float]()
+        prompts = iter(random_prompts(shape_of(asked).vocab, 6 * (asked.prompts + WARM_UP), tokens))
+        for block, how in enumerate(("routed", "before", "auto", "auto", "before", "routed")):
             streaming._asked = Asked("routed" if how == "routed" else "auto", top_k)
+            streaming.probed_layers = PROBED_LAYERS if how == "auto" else 0
             for number in range(-WARM_UP, asked.prompts):
-                streaming.gains = UNKNOWN_GAINS if how == "routed" else NO_GAINS
                 before, sums[:] = hybrid.counters(), sums if number > 0 else [0, 0]
+                if how == "before":
+                    streaming._seen = None
                 took_s = times_of(engine, next(prompts), f"{tokens} {block} {number}")[0]
                 now = hybrid.counters()
                 if number < 0:
                     continue
                 took[how].append(took_s)
                 copied[how] += now.streamed - before.streamed
+                routed[how] += now.routed - before.routed
                 if how == "routed":
                     decided_s.append(now.decided_s - before.decided_s)
-                    gains_s += streaming.gains.gain_s.values()
                     unchosen = sums[1] / max(1, sums[0])
         print(json.dumps({
             "first_token": router, "format": asked.format, "tokens": tokens,
@@ -119,8 +123,9 @@ def first_tokens(asked: argparse.Namespace, router: str) -> None:
             "before_over_routed": round(median(took["before"]) / median(took["routed"]), 4),
             **{f"{how}_copied": round(count / (2 * asked.prompts * layers), 1) for how, count in copied.items()},
             "decided_us": round(1e6 * median(decided_s) / layers, 1), "unchosen": round(unchosen, 4),
-            "gain_ms": round(1e3 * median(gains_s), 2) if gains_s else None,
+            "auto_routed": routed["auto"] / (2 * asked.prompts),
         }), flush=True)  # fmt: skip
+    hybrid.close()
 
 
 def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
@@ -128,7 +133,6 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     engine, hybrid, streaming = loaded(asked, "zipf", resident)
     if not promotes:
         streaming.promotions = None
-    streaming._asked = Asked("routed", shape_of(asked).top_k)
     tokens = max(asked.tokens)
     (prompt,) = random_prompts(shape_of(asked).vocab, 1, tokens)
     at_s = times_of(engine, prompt, "long", asked.decode)
@@ -136,10 +140,12 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     now = hybrid.counters()
     print(json.dumps({
         "decode_after_a_prompt": promotes, "format": asked.format, "tokens": tokens, "resident": resident,
-        "ram_has_all": hybrid._placement.inclusive, "passes": now.passes, "routed": now.routed, "promoted": now.promoted, "moved_bytes": now.moved_bytes,
+        "ram_has_all": hybrid._placement.inclusive, "passes": now.passes, "routed": now.routed,
+        "promoted": now.promoted, "moved_bytes": now.moved_bytes,
         "first_token_ms": round(1e3 * at_s[0], 1), "first_64_tokens_per_s": round(first, 2),
         "settled_tokens_per_s": round(last, 2), "of_settled": round(first / last, 4),
     }), flush=True)  # fmt: skip
+    hybrid.close()
 
 
 def main() -> None:
@@ -160,7 +166,7 @@ def main() -> None:
         process.start()
         process.join()
         if process.exitcode:
-            raise SystemExit(process.exitcode)
+            raise SystemExit(f"{run.__name__} {argument}: exit code {process.exitcode}")
 
 
 if __name__ == "__main__":

@@ -53,13 +53,12 @@ def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
 
 
 def test_divisions_by_routing_are_counted(bench: Bench) -> None:
-    """The first pass of a length is divided by its routing, to learn what that gains; whether later ones are, depends
-    on it."""
+    """The first layers of a pass are divided by its routing; whether all are, depends on what that gains."""
     code, out, err = bench("--tokens=40", "--router=zipf", "--json")
     assert code == 0, err
     figures = json.loads(out)["figures"]
     assert figures["routed"] in (0, 1)
-    assert (figures["decided_s"] > 0) == (figures["routed"] == 1)
+    assert figures["decided_s"] > 0
     assert 0 < figures["overlapped_bound_s"] <= figures["bound_s"]
 
 

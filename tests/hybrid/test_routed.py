@@ -14,7 +14,7 @@ from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
 from proa.hybrid.streaming import Streaming
-from proa.machine.cost.prefill import NO_GAINS, CpuExpertCost, Division, PrefillRates
+from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
 from proa.models.ranks import CPU
 from proa.native.pool import Pool
 from teacher_forced import prompts
@@ -108,18 +108,38 @@ def test_passes_of_several_chunks_or_groups_are_divided_beforehand(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_pass_is_divided_so_only_where_that_gained(device: str, load: Load) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_goes_on_so_only_where_that_gains(
+    family: str, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer shows it: then the others are divided by their routing, or as before, with equal logits."""
+    batch = StepBatch(spans(prompts([70, 9, 50])))
+    want = passed(load(family, Split(0.25), device, rows=192), batch)
     keep: list[Kept] = []
     split = Split(0.25, prefill="auto", ring_bytes=WHOLE)
-    executor, batch = load("qwen3-moe", split, device, rows=192, keep=keep), StepBatch(spans(prompts([100])))
-    streaming = streaming_of(keep)
-    streaming.gains = NO_GAINS
-    passed(executor, batch)
-    assert streaming.totals.routed == 0
-    streaming.gains = NO_GAINS.after(100, 10.0)
-    passed(executor, batch)
-    assert streaming.totals.routed == 1
-    assert streaming.gains.gain_s[7] < 10.0 / 2, "the pass has said what it gained"
+    executor = load(family, split, device, rows=192, keep=keep)
+    streaming, in_ram = streaming_of(keep), sum(len(layer.memory.in_ram) for layer in keep[0].hybrid.layers)
+    asked = list[int]()
+    gained_s = 0.0
+
+    def gain_s(tokens_of: Any, *_: object) -> float:
+        asked.append(len(tokens_of))
+        return gained_s
+
+    monkeypatch.setattr("proa.hybrid.streaming.routing_gain_s", gain_s)
+    layers = len(streaming._streamed)
+    assert layers > 1
+    for number, (probed, gained_s, routed) in enumerate([(0, 1.0, 0), (1, -1.0, 1), (1, 1.0, layers)], 1):  # noqa: B007
+        streaming.probed_layers, streaming.rates, asked[:] = probed, EQUAL_SIDES, []
+        before = streaming.totals.routed
+        got = passed(executor, batch)
+        if device == "sim":
+            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
+        assert (got - want).abs().mean() < 0.01
+        assert len(asked) == routed
+        assert streaming.totals.routed - before == (routed == layers)
+        assert streaming.totals.streamed + streaming.totals.left_to_cpu == number * in_ram
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from proa.machine.cost.prefill import (
     LAYER,
-    NO_GAINS,
-    TRY_AGAIN,
-    UNKNOWN_GAINS,
     CpuExpertCost,
     GpuCost,
     PrefillRates,
@@ -97,7 +94,7 @@ def test_rates_that_are_30_percent_off(router: str, tokens: int, copy: float, cp
                 left = tokens_of[~started & ~np.isin(np.arange(EXPERTS), more)]
                 copied, cpu_s = len(more) * EXPERT_BYTES, H200.cpu.seconds(int((left > 0).sum()), int(left.sum()))
                 rates = rates.after_copies(copied, copied / H200.copy_bytes_per_s, LAYER)
-                rates = rates.after_jobs(found.of.cpu_s, cpu_s, LAYER)
+                rates = rates.after_counted_jobs(found.of.cpu_s, cpu_s)
         took_s, best_s = took_s + ends[0], best_s + ends[1]
     assert took_s <= 1.1 * best_s
 
@@ -127,29 +124,34 @@ def test_a_head_keeps_the_link_busy() -> None:
 
 
 def test_the_gain_of_a_routing() -> None:
-    """Of 4 experts of 1 ms each, the first two had been copied; the other two have all tokens. The CPU needs 0.1 ms for
-    an expert and 0.01 ms for a token."""
+    """Of 4 experts of 1 ms each, the last two have all tokens: beforehand, in this order, the best is to copy none. The
+    CPU needs 0.1 ms for an expert and 0.01 ms for a token."""
     rates = PrefillRates(1e9, CpuExpertCost(1e-4, 1e-5), decide_s=1e-4)
     tokens_of = np.array([0, 0, 400, 10], np.int64)
     routed = divide_routed(tokens_of, np.zeros(4, bool), 1_000_000, 410, rates, 0.0)
     assert routed.more == (2,)
-    before_s, after_s = 2e-4 + 4.1e-3, 1e-3
-    gain_s = routing_gain_s(tokens_of, 2, routed.of, 1_000_000, 410, rates)
-    assert gain_s == pytest.approx(before_s - after_s)
-    assert routing_gain_s(np.array([400, 10, 0, 0]), 1, routed.of, 1_000_000, 410, rates) == pytest.approx(0.0)
+    gain_s = routing_gain_s(tokens_of, routed.of, 1_000_000, 410, rates)
+    assert gain_s == pytest.approx(3e-3 - 1e-3), "three copies, not all four, or one"
+    hottest_first = np.array([400, 10, 0, 0], np.int64)
+    assert routing_gain_s(hottest_first, routed.of, 1_000_000, 410, rates) == pytest.approx(0.0), "copies hide the wait"
 
 
-def test_a_pass_is_routed_where_that_gained() -> None:
-    gains = UNKNOWN_GAINS
-    assert gains.worth(100), "nothing is known"
-    gains = gains.after(100, -1e-3).after(1000, 2e-3)
-    assert not gains.worth(100)
-    assert not gains.worth(127)
-    assert gains.worth(1000)
-    for _ in range(TRY_AGAIN):
-        assert not gains.worth(100)
-        gains = gains.skipped(100)
-    assert gains.worth(100), "routing changes"
-    assert not gains.after(100, -1e-3).worth(100)
-    assert gains.after(100, 5e-3).worth(100), "the mean of both"
-    assert not any(NO_GAINS.worth(tokens) for tokens in (1, 100, 1 << 20))
+def test_heat_that_is_right_leaves_nothing_to_gain() -> None:
+    """No division by the routing is faster than its wait allows, if experts were ordered by their tokens already."""
+    for router in ("uniform", "zipf"):
+        for tokens in LENGTHS:
+            tokens_of = np.sort(drawn(router, tokens))[::-1].copy()
+            found = divide_routed(tokens_of, np.zeros(EXPERTS, bool), EXPERT_BYTES, tokens, H200, 0.0)
+            assert routing_gain_s(tokens_of, found.of, EXPERT_BYTES, tokens, H200) <= 0.01 * found.of.seconds
+
+
+def test_jobs_of_known_tokens_have_their_own_rate() -> None:
+    rates = PrefillRates(1e9, CpuExpertCost(1e-3, 1e-6))
+    assert rates.counted_cpu == rates.cpu
+    alike = rates.after_jobs(1.0, 0.5)
+    assert alike.counted_cpu == alike.cpu == rates.cpu.scaled(0.75)
+    for _ in range(40):
+        rates = rates.after_counted_jobs(rates.counted_cpu.expert_s / 1e-3, 2.0)
+    assert rates.counted_cpu.expert_s == pytest.approx(2e-3, rel=0.01)
+    assert rates.after_jobs(1.0, 0.5).counted_cpu == rates.counted_cpu
+    assert rates.cpu == CpuExpertCost(1e-3, 1e-6)

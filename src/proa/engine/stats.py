@@ -99,7 +99,7 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
     waited_seconds: float = 0.0  # its waits for copies
     cpu_wait_seconds: float = 0.0  # its waits for the CPU's sums
     decided_seconds: float = 0.0  # its waits for the division of experts by a layer's routing
-    routed: int = 0  # passes divided by their routing
+    routed: int = 0  # passes divided by their routing to the end
     promoted: int = 0  # experts that moved from the ring to slots
     copy_bytes_per_s: float = 0.0  # rates by which the next prompt is divided
     cpu_expert_seconds: float = 0.0

@@ -23,7 +23,7 @@ class PassTotals:
     waited_s: float = 0.0  # its waits for copies
     cpu_wait_s: float = 0.0  # its waits for the CPU's sums
     decided_s: float = 0.0  # its waits until the host had divided a layer's experts by the routing
-    routed: int = 0  # passes divided by their routing
+    routed: int = 0  # passes divided by their routing to the end
     promoted: int = 0  # experts that took the slots of others from the ring
 
 

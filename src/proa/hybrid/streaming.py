@@ -15,8 +15,9 @@ tables of a pass are its own: decode steps between the parts of a pass read thei
 CPU's. During a pass no expert moves, but for those of layers that it has passed (promotions.py), whose tables it reads
 no more: so no table of either kind gets stale.
 
-A pass of one chunk whose layers are one group each is divided by the routing, where that gains more than it costs. Then
-the copies of a layer come in two parts: the head, before its routing is known, and the tail, which the routing decides:
+A pass of one chunk whose layers are one group each begins divided by the routing. After its first layers it goes on so
+if that gains more than it costs, else like other passes, for which its tables are sent anew. The copies of a layer come
+in two parts then: the head, before its routing is known, and the tail, which the routing decides:
 
     head of l   queued behind the tail of l - 1, so that the copy engine has work until the tail is known
     launches    the choice of experts is fetched, and the host waits for it; the layer's table is sent anew; pairs are
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -49,7 +50,7 @@ from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Transfer, Upload, Uploads
 from proa.machine.cost.prefill import (
     LAYER,
-    UNKNOWN_GAINS,
+    PROBED_LAYERS,
     Division,
     PrefillRates,
     divide,
@@ -127,6 +128,7 @@ class _Pass:
     tail: list[int] = field(default_factory=list)
     divided: _Divided | None = None
     gain_s: float = 0.0
+    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
     jobs: Counters | None = None  # the CPU's, when the layer before was divided
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
@@ -162,7 +164,8 @@ class Streaming:
         self, layers: Sequence[LayerMemory], tables: Tables, ring: Ring, uploads: Uploads[Any], rates: PrefillRates,
         asked: Asked,
     ) -> None:  # fmt: skip
-        self.totals, self.rates, self.gains = PassTotals(), rates, UNKNOWN_GAINS
+        self.totals, self.rates = PassTotals(), rates
+        self.probed_layers = PROBED_LAYERS  # 0: no pass is divided by its routing
         self.promotions: Promotions | None = None
         self.jobs: Callable[[], Counters] | None = None  # counts the CPU's jobs so far
         self.ring, self._layers, self._tables, self._uploads, self._asked = ring, layers, tables, uploads, asked
@@ -215,7 +218,6 @@ class Streaming:
         self._pass = one
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        self.totals.routed += routed
         self._publish(one)
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
@@ -230,10 +232,7 @@ class Streaming:
             return False
         if any(self.ring.groups(layer, self._in_ram(layer)) > 1 for layer in self._streamed):
             return False
-        if self._asked.mode == "routed" or self.gains.worth(tokens):
-            return True
-        self.gains = self.gains.skipped(tokens)
-        return False
+        return self._asked.mode == "routed" or self.probed_layers > 0
 
     def _count(self, one: _Pass, streamed: int, of: int) -> None:
         """Count the experts of layers that are divided: so many `of` those in RAM are streamed."""
@@ -314,16 +313,26 @@ class Streaming:
         """Start the copies that the routing has decided, and those of the next head; then what may wait until now."""
         at, tail = one.at, one.tail
         self._copy(one, at, tail, len(one.groups[at].experts) - len(tail))
-        if at + 1 < len(one.groups):
-            self._copy(one, at + 1, one.groups[at + 1].experts)
-        layer, expected = one.groups[at].layer, one.divisions[at].streamed
-        one.gain_s += routing_gain_s(
-            divided.tokens_of, expected, divided.of, self._nbytes(layer), one.tokens, self.rates
-        )  # fmt: skip
+        layer = one.groups[at].layer
+        one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
         self._learn(one, divided.jobs)
         one.divisions[at] = divided.of
         self._count(one, divided.of.streamed, len(divided.tokens_of))
-        self._see(layer, one.chosen)
+        one.seen[layer] = one.chosen
+        if self._asked.mode != "routed" and at + 1 == self.probed_layers and one.gain_s <= 0:
+            self._divide_rest(one)
+        if at + 1 < len(one.groups):
+            self._copy(one, at + 1, one.groups[at + 1].experts)
+
+    def _divide_rest(self, one: _Pass) -> None:
+        """Go on like a pass that was divided beforehand, from the next layer on."""
+        one.routed = False
+        for at in range(one.at + 1, len(one.groups)):
+            group, streamed = one.groups[at], one.divisions[at].streamed
+            experts = self._in_order(group.layer, self._hottest(group.layer, one.heat)[:streamed])
+            one.groups[at] = replace(group, experts=experts)
+            self._count(one, streamed, self._in_ram(group.layer))
+        self._publish(one)
 
     def _learn(self, one: _Pass, jobs: Counters | None) -> None:
         """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
@@ -334,7 +343,7 @@ class Streaming:
             nbytes = len(one.groups[at].experts) * self._nbytes(one.groups[at].layer)
             self.rates = self.rates.after_copies(nbytes, sum(s for s in seconds if s is not None), LAYER)
         if jobs is not None and one.jobs is not None and jobs.jobs - one.jobs.jobs == 1:  # that layer's job alone
-            self.rates = self.rates.after_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s, LAYER)
+            self.rates = self.rates.after_counted_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s)
         one.jobs = jobs
 
     @property
@@ -348,11 +357,13 @@ class Streaming:
             return 0.0
         return max(0.0, one.copied_s - time.perf_counter())
 
-    def _see(self, layer: int, chosen: NDArray[np.int64]) -> None:
-        """Note the routing, for passes without another heat."""
+    def _see(self, seen: Mapping[int, NDArray[np.int64]]) -> None:
+        """Note a whole pass's routing, for passes without another heat: that of the first layers alone would show less
+        and less gain, and the others would keep their former heat."""
         if self._seen is None:
             self._seen = np.zeros((len(self._layers), self._tables.experts), np.float32)
-        self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
+        for layer, chosen in seen.items():
+            self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
 
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
@@ -442,7 +453,8 @@ class Streaming:
         if one.at == len(one.groups):
             self._launched = one
             if one.routed:
-                self.gains = self.gains.after(one.tokens, one.gain_s)
+                self.totals.routed += 1
+                self._see(one.seen)
         return one.streamed / max(1, sum(map(self._in_ram, self._streamed)))
 
     def measure(self, counters: Counters) -> None:
@@ -462,9 +474,8 @@ class Streaming:
         times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
         each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
         self.rates = self.rates.after_launches(each, launches, times.own, times.experts)
-        if one.routed:
-            self.rates = self.rates.after_decisions(launches, times.decided)
-        else:
+        self.rates = self.rates.after_decisions(len(one.seen), times.decided)
+        if not one.routed:
             self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         totals = self.totals
         totals.copy_s += copy_s
@@ -481,7 +492,7 @@ class Streaming:
         rates = self.rates
         return replace(
             counters, **asdict(self.totals), copy_bytes_per_s=rates.copy_bytes_per_s,
-            cpu_expert_s=rates.cpu.expert_s, cpu_pair_s=rates.cpu.pair_s,
+            cpu_expert_s=rates.counted_cpu.expert_s, cpu_pair_s=rates.counted_cpu.pair_s,
         )  # fmt: skip
 
     def close(self) -> None:

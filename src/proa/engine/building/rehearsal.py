@@ -35,7 +35,7 @@ from proa.hybrid.transport import empty_round
 from proa.hybrid.uploads import Fetched, HostMark, Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
-from proa.machine.cost.prefill import NO_GAINS, UNKNOWN_GAINS, CpuExpertCost, PrefillRates, RoutingGains
+from proa.machine.cost.prefill import PROBED_LAYERS, CpuExpertCost, PrefillRates
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
 from proa.native.pool import Pool
@@ -222,14 +222,14 @@ class Stage:
         self._on.run(self._on.inputs, rows)
         if self._plan.max_itl is not None:
             self._pass(rows, _NO_COPIES)
-            self._pass(rows, _NO_COPIES, UNKNOWN_GAINS)
+            self._pass(rows, _NO_COPIES, PROBED_LAYERS)
             if self._hybrid.passes_in_groups:
                 self._pass(rows, _ALL_COPIES)
 
-    def _pass(self, rows: int, rates: PrefillRates, gains: RoutingGains = NO_GAINS) -> None:
-        """gains: UNKNOWN_GAINS for a pass that is divided by its routing."""
+    def _pass(self, rows: int, rates: PrefillRates, probed_layers: int = 0) -> None:
+        """probed_layers: that are divided by their routing."""
         if (streaming := self._hybrid.streaming) is not None:
-            streaming.rates, streaming.gains = rates, gains
+            streaming.rates, streaming.probed_layers = rates, probed_layers
         tokens, step = self._on.step(self._on.inputs, rows)
         self._hybrid.begin_pass(rows, 1)
         with self._hybrid.in_parts():

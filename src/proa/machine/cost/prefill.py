@@ -18,7 +18,7 @@ ABOUT = 1.03  # divisions that take this much longer than the fastest count as e
 DECIDE_S = 2e-4  # of reading a layer's routing and dividing its experts by it, until that is measured
 LEAD = 1.25  # copies queued before the routing is known take so many times as long as the GPU is expected to need
 LEAST_HEAD = 0.25  # of the experts that are expected to be copied, queued before the routing is known
-TRY_AGAIN = 16  # passes without division by routing, after which one of their length is divided by it again
+PROBED_LAYERS = 2  # of a pass, divided by their routing, after which it shows whether that gains in this prompt
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -58,6 +58,13 @@ class PrefillRates:
     cpu: CpuExpertCost
     gpu_s: Mapping[int, GpuCost] = field(default_factory=dict)  # by the number of bits of the number of tokens
     decide_s: float = DECIDE_S  # from a layer's routing until the GPU and the CPU go on by it
+    by_tokens: CpuExpertCost | None = None  # the CPU's, if the tokens of each expert are known; None: not measured yet
+
+    @property
+    def counted_cpu(self) -> CpuExpertCost:
+        """The CPU's cost for experts whose tokens are known. With `cpu` all count as alike, though those that are left
+        to the CPU have fewer tokens than others: it is lower where a few are hot."""
+        return self.by_tokens or self.cpu
 
     def gpu(self, tokens: int) -> GpuCost:
         """The GPU's time for `tokens` tokens of a layer, as measured for about as many; 0 before that."""
@@ -73,11 +80,18 @@ class PrefillRates:
         factor = _bounded(nbytes / took_s / self.copy_bytes_per_s)
         return replace(self, copy_bytes_per_s=self.copy_bytes_per_s * (1 + weight * (factor - 1)))
 
-    def after_jobs(self, predicted_s: float, took_s: float, weight: float = HALF) -> PrefillRates:
+    def after_counted_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
+        """The rates after a CPU job of a layer, whose tokens were known, took this long."""
+        if predicted_s <= 0 or took_s <= 0:
+            return self
+        factor = 1 + LAYER * (_bounded(took_s / predicted_s) - 1)
+        return replace(self, by_tokens=self.counted_cpu.scaled(factor))
+
+    def after_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
         """The rates after CPU jobs of a prompt that took this long, and were predicted to take predicted_s."""
         if predicted_s <= 0 or took_s <= 0:
             return self
-        return replace(self, cpu=self.cpu.scaled(1 + weight * (_bounded(took_s / predicted_s) - 1)))
+        return replace(self, cpu=self.cpu.scaled(1 + HALF * (_bounded(took_s / predicted_s) - 1)))
 
     def after_launches(self, tokens: int, launches: int, own_s: float, experts_s: float) -> PrefillRates:
         """The rates after so many launches of layers with `tokens` tokens each, in which the GPU took own_s in all, and
@@ -181,7 +195,7 @@ def divide_routed(
     rest = rest[np.argsort(-tokens_of[rest], kind="stable")]
     more = np.arange(len(rest) + 1)
     pairs = np.concatenate([[0], np.cumsum(tokens_of[rest])])
-    cpu_s = rates.cpu.expert_s * (len(rest) - more) + rates.cpu.pair_s * (pairs[-1] - pairs)
+    cpu_s = rates.counted_cpu.expert_s * (len(rest) - more) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
     ends_s = np.maximum(cpu_s, queued_s + more * copy_s + gpu.experts_s)
     taken = int(np.flatnonzero(ends_s <= ABOUT * ends_s.min())[-1])
     streamed = int(started.sum()) + taken
@@ -201,39 +215,13 @@ def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> i
 
 
 def routing_gain_s(
-    tokens_of: Tokens, streamed: int, routed: Division, expert_bytes: int, tokens: int, rates: PrefillRates
+    tokens_of: Tokens, routed: Division, expert_bytes: int, tokens: int, rates: PrefillRates
 ) -> float:  # fmt: skip
-    """By how much a layer ends earlier if it is divided by its routing, than if the first `streamed` of these experts
-    had been copied and the CPU had computed the others."""
-    left = tokens_of[streamed:]
-    gpu, cpu_s = rates.gpu(tokens), rates.cpu.seconds(int((left > 0).sum()), int(left.sum()))
-    copies_s = streamed * expert_bytes / rates.copy_bytes_per_s
-    before_s = max(copies_s, gpu.own_s + max(cpu_s, gpu.experts_s))
+    """By how much a layer ends earlier if it is divided by its routing, than by the best number of experts to copy,
+    taken in this order: a division beforehand comes near that, as rates adapt to it. tokens_of: of each expert."""
+    gpu, copied = rates.gpu(tokens), np.arange(len(tokens_of) + 1)
+    read, pairs = (np.concatenate([[0], np.cumsum(of)]) for of in (tokens_of > 0, tokens_of))
+    cpu_s = rates.counted_cpu.expert_s * (read[-1] - read) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
+    copies_s = copied * expert_bytes / rates.copy_bytes_per_s
+    before_s = float(np.maximum(copies_s, gpu.own_s + np.maximum(cpu_s, gpu.experts_s)).min())
     return before_s - max(routed.copies_s, gpu.own_s + rates.decide_s + max(routed.cpu_s, gpu.experts_s))
-
-
-@dataclass(frozen=True)
-class RoutingGains:
-    """What dividing passes by their routing gains, by the number of bits of their tokens: seconds of a pass, by the
-    cost functions and the routing of the last ones. Values, updated by `after` and `skipped`."""
-
-    gain_s: Mapping[int, float] = field(default_factory=dict)
-    since: Mapping[int, int] = field(default_factory=dict)  # passes that were not divided by it since the last that was
-
-    def worth(self, tokens: int) -> bool:
-        """Whether the next pass of `tokens` tokens should be: it gained, or nothing recent is known."""
-        bits = tokens.bit_length()
-        return self.gain_s.get(bits, 1.0) > 0 or self.since.get(bits, 0) >= TRY_AGAIN
-
-    def after(self, tokens: int, gain_s: float) -> RoutingGains:
-        bits = tokens.bit_length()
-        mean_s = (self.gain_s.get(bits, gain_s) + gain_s) / 2
-        return RoutingGains({**self.gain_s, bits: mean_s}, {**self.since, bits: 0})
-
-    def skipped(self, tokens: int) -> RoutingGains:
-        bits = tokens.bit_length()
-        return replace(self, since={**self.since, bits: self.since.get(bits, 0) + 1})
-
-
-UNKNOWN_GAINS = RoutingGains()
-NO_GAINS = RoutingGains(dict.fromkeys(range(64), -1.0))
