@@ -218,9 +218,9 @@ def _copied_without(patch: Patch, left_out: Sequence[str]) -> None:
     copy, transfers = Streaming._copy, proa.hybrid.streaming.transfers_of
     due: list[str] = []  # matrices of the expert that is not copied whole
 
-    def noted(self: Streaming, one: Any, at: int) -> None:
+    def noted(self: Streaming, one: Any, at: int, experts: Sequence[int], first: int = 0) -> None:
         due[:] = ["up", "down"] if one.groups[at].layer == RING_LAYER else []
-        copy(self, one, at)
+        copy(self, one, at, experts, first)
 
     def without(numbers: Sequence[int], pieces: Any, to: int) -> Any:
         if not due or due.pop(0) not in left_out:

@@ -136,10 +136,10 @@ def load_split(
             experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces, faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
-        pinned = cuda and (split.in_place or split.prefill is not None)
-        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if pinned else None
+        pin = cuda and (split.in_place or split.prefill is not None)
+        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if pin else None
         co_fetch = CoFetch(None) if split.in_place else None
-        prompts = None if split.prefill is None else PromptParts(_uploads(at), split.ring_bytes, RATES, split.prefill)
+        prompts = _prompts(split, at, limits.rows * chosen)
         parts = Parts(experts, transport, copiers or (lambda: _copiers(at)), co_fetch, prompts)
         hybrid.bind(limits.rows, chosen, parts, limits.pass_rows)
         if keep is not None:
@@ -165,8 +165,11 @@ def _copiers(device: torch.device) -> Copiers:
     return Copiers(HostCopier(), HostCopier())
 
 
-def _uploads(device: torch.device) -> Uploads[Any]:
-    return GpuUploads(device) if device.type == "cuda" else HostUploads()
+def _prompts(split: Split, device: torch.device, most_ids: int) -> PromptParts | None:
+    if split.prefill is None:
+        return None
+    uploads: Uploads[Any] = GpuUploads(device, most_ids) if device.type == "cuda" else HostUploads()
+    return PromptParts(uploads, split.ring_bytes, RATES, split.prefill)
 
 
 def _cuda(module: str) -> object:

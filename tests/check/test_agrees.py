@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import proa.cache.files
@@ -139,7 +140,7 @@ def test_what_the_machine_does_not_give(
 
 
 def test_a_path_that_streams_nothing_is_none(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Streaming, "_hottest", lambda self, layer, count, heat: [])
+    monkeypatch.setattr(Streaming, "_hottest", lambda self, layer, heat: np.zeros(0, np.int64))
     report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only="GPU, prompts streamed")
     assert [failed.why for failed in report.failed] == ["no expert was copied to the ring"] * 3
     assert report.answer is Answer.NO

@@ -61,6 +61,16 @@ def test_long_prompts_are_streamed_with_deterministic(bench: Bench) -> None:
     assert (long["streamed_bytes"], long["streamed_share"]) == (2 * 8 * 3 * 64 * 32 * 2, 1.0)
 
 
+def test_divisions_by_routing_are_counted(bench: Bench) -> None:
+    """The first layers of a pass are divided by its routing; whether all are, depends on what that gains."""
+    code, out, err = bench("--tokens=40", "--router=zipf", "--json")
+    assert code == 0, err
+    figures = json.loads(out)["figures"]
+    assert figures["routed"] in (0, 1)
+    assert figures["decided_s"] > 0
+    assert 0 < figures["overlapped_bound_s"] <= figures["bound_s"]
+
+
 def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
     code, out, err = bench("--tokens=40", "--mode=cpu", "--json")
     assert code == 0, err

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hybrid_engines import Kept, Split, load_split
-from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepLimits
-from proa.engine.executors.executor import Executor
-from proa.hybrid.streaming import groups_of
+from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, loader, passed, spans
+from hybrid_engines import Kept, Split
+from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch
+from proa.hybrid.ring import groups_of
 from proa.machine.cost.prefill import Division
 from proa.native.pool import Pool
-from teacher_forced import all_experts, prompts
-from tiny import make_tiny
-
-PAGE_TOKENS, CONTEXT, SEQUENCES = 4, 256, 6
-DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
-FAMILIES = ["qwen3-moe", "qwen3-next", "deepseek-v3", "gpt-oss"]
-FEW = dict.fromkeys(FAMILIES, 1 << 16) | {"gpt-oss": 1 << 18}  # bytes of rings that hold a part of a layer's experts
-Load = Callable[..., Executor[Any]]
+from teacher_forced import prompts
 
 
 @pytest.fixture(scope="module")
@@ -35,46 +26,8 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """load(family, split, device, rows=..., keep=..., teams=...): an executor that computes up to `rows` rows at once,
-    on the pool `teams` if it is given. The one before is closed: RAM that is freed must not stay registered."""
-    folder, last = tmp_path_factory.mktemp("streaming"), list[Kept]()
-
-    def made(
-        family: str, split: Split, device: str, *, rows: int, keep: list[Kept] | None = None, teams: Pool | None = None
-    ) -> Executor[Any]:  # fmt: skip
-        path = folder / family
-        if not path.exists():
-            make_tiny(family, path)
-        while last:
-            last.pop().close()
-        model = load_split(path, teams or pool, split, device, keep=last, **all_experts(path))
-        limits = StepLimits(rows, SEQUENCES, CONTEXT, PAGE_TOKENS, head_rows=64, pass_rows=192)
-        executor = model.make(limits, SEQUENCES * CONTEXT // PAGE_TOKENS)
-        if keep is not None:
-            keep += last
-        return executor
-
-    yield made
-    while last:
-        last.pop().close()
-
-
-def spans(texts: list[list[int]], start: int = 0) -> list[Span]:
-    pages = CONTEXT // PAGE_TOKENS
-    return [
-        Span(text[start:], start, list(range(i * pages, (i + 1) * pages)), len(text), i) for i, text in enumerate(texts)
-    ]
-
-
-def passed(executor: Executor[Any], batch: StepBatch, between: Callable[[], None] = lambda: None) -> Tensor:
-    """Logits of all rows of a step in parts. between: called after each part."""
-    step = executor.launch(batch, in_parts=True)
-    while not executor.advance(step, 1):
-        between()
-    executor.sample(step, (), ())
-    assert executor.wait(step).faults == {}
-    rows = range(batch.num_tokens)
-    return torch.cat([executor.logits_of(step, rows[i : i + 64]).clone() for i in range(0, len(rows), 64)])
+    with loader(pool, tmp_path_factory.mktemp("streaming")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -50,6 +50,33 @@ def test_swaps_of_any_heat(layers: int, experts: int, seed: int, resident: float
         assert (inside.sum(1) == count).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 5000])
+def test_heat_can_be_foreseen(tokens: int) -> None:
+    """A choice foreseen in one layer gives what its observation gives, and changes nothing; a layer's swaps follow."""
+    rng = np.random.default_rng(tokens)
+    resident = np.arange(12) % 3 == 0
+    heat = Heat(12, [4, 4])
+    heat.observe(rng.integers(0, 30, (2, 12)), 100, np.stack([resident] * 2))
+    before, chosen = heat.heat.copy(), rng.integers(0, tokens + 1, (2, 12))
+    foreseen = [heat.foreseen(layer, chosen[layer], tokens) for layer in (0, 1)]
+    assert (heat.heat == before).all()
+    movable = rng.random(12) < 0.8
+    swaps = heat.swaps_of(1, foreseen[1], resident, movable, 3)
+    assert all(swap.layer == 1 for swap in swaps)
+    promoted, evicted = [swap.promote for swap in swaps], [swap.evict for swap in swaps]
+    assert len({*promoted, *evicted}) == 2 * len(swaps), "no expert moves twice"
+    assert movable[promoted + evicted].all()
+    assert resident[evicted].all()
+    assert not resident[promoted].any()
+    assert (foreseen[1][promoted] > foreseen[1][evicted]).all()
+    left = resident.copy()
+    left[promoted], left[evicted] = True, False
+    assert len(swaps) == 3 or not heat.swaps_of(1, foreseen[1], left, movable, 1), "as many as are worth it"
+    best = heat.best_half_life
+    heat.observe(chosen, tokens, np.stack([resident] * 2))
+    np.testing.assert_allclose(heat._heats[best], foreseen, rtol=1e-5)
+
+
 def test_noise_alone_causes_no_swap() -> None:
     """A heat difference below the threshold, transfer cost plus noise, causes no swap."""
     heat = Heat(2, [1])

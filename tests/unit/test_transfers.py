@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.hybrid.streaming import transfers_of
+from proa.hybrid.uploads import transfers_of
 from proa.native.weights import Piece
 
 COUNT = 12  # matrices in RAM

@@ -77,10 +77,10 @@ def _with_gpu(speeds: Speeds, gpu: GpuRates | None) -> Speeds:
 
 
 def predicted_ttft_s(
-    prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None, lengths: Sequence[int]
+    prepared: Prepared, asked: EngineOptions, speeds: Speeds, lengths: Sequence[int]
 ) -> dict[int, float]:  # fmt: skip
-    """Seconds of a prompt of each length, alone and without a cached prefix. Arguments: see prompt_speeds."""
-    plan, speeds = prepared.plan, prompt_speeds(prepared, asked, gpu)
+    """Seconds of a prompt of each length, alone and without a cached prefix. speeds: of prompt_speeds."""
+    plan = prepared.plan
     work = planned_work(plan, asked.model, prepared.declared, prepared.checkpoint)
     return {tokens: prefill(plan, work, speeds, tokens).seconds for tokens in lengths}
 

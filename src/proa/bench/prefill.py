@@ -19,8 +19,8 @@ from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
-from proa.bench.predicted import predicted_ttft_s
-from proa.bench.prefill_bound import Shape, bound_s, prediction_error
+from proa.bench.predicted import predicted_ttft_s, prompt_speeds
+from proa.bench.prefill_bound import Limits, Shape, bound_s, prediction_error
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
 from proa.config.field import option
@@ -36,6 +36,7 @@ from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import PrefillStats
 from proa.errors import ProaError
+from proa.machine.cost.prefill import CpuExpertCost
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.prepare import Prepared, prepare
@@ -86,6 +87,14 @@ class PrefillOptions:
 
 
 @dataclass(frozen=True)
+class _Rates:
+    """Measured before the engine started. gpu: None if it is simulated; ram: bytes/s that the CPU's workers read."""
+
+    gpu: GpuRates | None
+    ram: float | None
+
+
+@dataclass(frozen=True)
 class _Run:
     """One prompt: its time to first token, and the counters of prefill before and after it."""
 
@@ -104,8 +113,10 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
         prepared = prepare(folder, asked)
         gpu = gpu_of(prepared.plan)
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
-        predicted = {} if options.cached else predicted_ttft_s(prepared, asked, rates, lengths)
-        asyncio.run(_measure_all(options, shape, lengths, predicted, prepared, rates, notes, report))
+        speeds = prompt_speeds(prepared, asked, rates)
+        predicted = {} if options.cached else predicted_ttft_s(prepared, asked, speeds, lengths)
+        measured = _Rates(rates, speeds.ram.per_s)
+        asyncio.run(_measure_all(options, shape, lengths, predicted, prepared, measured, notes, report))
 
 
 def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequence[int]) -> EngineOptions:
@@ -138,7 +149,7 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
 
 async def _measure_all(
     options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], predicted: Mapping[int, float],
-    prepared: Prepared, rates: GpuRates | None, notes: Sequence[str], report: Callable[[Result], None],
+    prepared: Prepared, rates: _Rates, notes: Sequence[str], report: Callable[[Result], None],
 ) -> None:  # fmt: skip
     """predicted: by length, seconds to the first token; empty behind a cached prefix."""
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
@@ -183,9 +194,9 @@ async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> fl
 
 
 def _figures(
-    options: PrefillOptions, prepared: Prepared, rates: GpuRates | None, tokens: int, runs: Sequence[_Run]
+    options: PrefillOptions, prepared: Prepared, measured: _Rates, tokens: int, runs: Sequence[_Run]
 ) -> dict[str, float | None]:
-    plan, gpu = prepared.plan, gpu_of(prepared.plan)
+    plan, gpu, rates = prepared.plan, gpu_of(prepared.plan), measured.gpu
     one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
     now = runs[-1].after
     copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
@@ -194,7 +205,14 @@ def _figures(
     flops = None if rates is None else rates.products
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
-    bound = bound_s(shape, tokens, upload, now, flops, options.cached)
+    own_s = one.after.own_seconds - one.before.own_seconds
+    chunks = -(-tokens // plan.max_batch_tokens)
+    launches = chunks * sum(in_ram > 0 for _, in_ram, _, _ in shape.layers)
+    cpu, own_each_s = CpuExpertCost(now.cpu_expert_seconds, now.cpu_pair_seconds), own_s / max(1, launches)
+    limits = Limits(upload, cpu, measured.ram, flops, own_each_s, chunks)
+    bound, overlapped = (
+        bound_s(shape, tokens, options.cached, options.router, limits, in_turn=in_turn) for in_turn in (True, False)
+    )
     return {
         "tokens": float(tokens),
         "ttft_s": one.ttft_s,
@@ -204,19 +222,23 @@ def _figures(
         "tokens_per_s": tokens / one.ttft_s,
         "bound_s": bound,
         "bound_share": None if bound is None else bound / one.ttft_s,
+        "overlapped_bound_s": overlapped,
         "pcie_s": pcie_s,
         "pcie_share": None if pcie_s is None else pcie_s / one.ttft_s,
         "flops_s": None if flops is None else shape.flops(tokens, options.cached) / flops,
         "streamed_share": streamed / (streamed + left) if streamed + left else None,
         "streamed_bytes": float(one.after.streamed_bytes - one.before.streamed_bytes),
         "copy_s": one.after.copy_seconds - one.before.copy_seconds,
-        "gpu_own_s": one.after.own_seconds - one.before.own_seconds,
+        "gpu_own_s": own_s,
         "gpu_experts_s": one.after.experts_seconds - one.before.experts_seconds,
         "copy_wait_s": one.after.waited_seconds - one.before.waited_seconds,
         "cpu_wait_s": one.after.cpu_wait_seconds - one.before.cpu_wait_seconds,
+        "decided_s": one.after.decided_seconds - one.before.decided_seconds,
+        "routed": float(one.after.routed - one.before.routed),
         "prediction_error": prediction_error(one.before, one.after),
         "upload_bytes_per_s": upload,
         "copy_bytes_per_s": now.copy_bytes_per_s,
+        "ram_bytes_per_s": measured.ram,
         "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
         "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
         "flops_per_s": flops,

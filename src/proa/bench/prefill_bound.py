@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proa.engine.stats import PrefillStats
-from proa.machine.cost.prefill import CpuExpertCost, PrefillRates, divisions
+from proa.machine.cost.prefill import CpuExpertCost
 from proa.models.mixers import Attention, LatentAttention, Mixer
 from proa.models.ranks import CPU
 from proa.models.spec import Model
 from proa.plan.plan import GpuPlan
+from proa.weights.frequencies import frequencies
+
+SUM_BYTES = 4  # of each value of the CPU's sums, float32
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Shape:
     active_params: int  # that a token multiplies with, without the embedding and the head
     head_params: int
     attended: tuple[tuple[int, int | None], ...]  # of each mixer: heads * (key + value dimension), window
+    hidden: int
 
     @classmethod
     def of(cls, spec: Model, gpu: GpuPlan) -> Shape:
@@ -28,7 +33,7 @@ class Shape:
         layers = tuple(zip(gpu.experts, in_ram, gpu.expert_bytes, top_k, strict=True))
         head = spec.vocab * spec.hidden
         attended = tuple(map(_attended, spec.mixers))
-        return cls(layers, spec.num_active_params - head, head, attended)
+        return cls(layers, spec.num_active_params - head, head, attended, spec.hidden)
 
     @property
     def in_ram_bytes(self) -> int:
@@ -55,21 +60,65 @@ def _attended(mixer: Mixer) -> tuple[int, int | None]:
             return 0, None
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Rates of a run that no division of the experts changes. own_s: of each layer and launch, the GPU's work before
+    the experts, which the CPU waits for, as measured; 0: not counted. ram: bytes/s of its experts; flops: per second.
+    chunks: launches of each layer."""
+
+    upload: float  # bytes/s over PCIe, each way
+    cpu: CpuExpertCost
+    ram: float | None = None
+    flops: float | None = None
+    own_s: float = 0.0
+    chunks: int = 1
+
+
 def bound_s(
-    shape: Shape, tokens: int, upload: float, rates: PrefillStats, flops_per_s: float | None, cached: int
+    shape: Shape, tokens: int, cached: int, router: str, limits: Limits, *, in_turn: bool = True
 ) -> float | None:
-    """Seconds that no division of the layers' experts can beat: per layer the longer of copies and the CPU's jobs, at
-    the best division by these rates, and of the GPU's operations. upload: bytes/s over PCIe. None if it is unknown how
-    fast the CPU is."""
-    if not upload or (not rates.cpu_expert_seconds and not rates.cpu_pair_seconds):
+    """Seconds that no division of the layers' experts can beat at these rates: per layer the least, over all divisions,
+    of the longest of the copies, the CPU's part, the GPU's operations, and reading each chosen expert from RAM once.
+
+    in_turn: the CPU's part begins after the GPU's own work and ends with the way back of its sums (for the first chunk;
+    those of others overlap); else all of it overlaps. The copies may overlap everything. None if the CPU's or PCIe's
+    rates are unknown.
+    """
+    if not limits.upload or not limits.cpu.seconds(1, 1):
         return None
-    cost = CpuExpertCost(rates.cpu_expert_seconds, rates.cpu_pair_seconds)
-    computed_s = 0.0 if flops_per_s is None else shape.flops(tokens, cached) / flops_per_s / max(1, len(shape.layers))
+    rows = -(-tokens // limits.chunks)
+    around_s = limits.own_s + SUM_BYTES * rows * shape.hidden / limits.upload if in_turn else 0.0
+    gpu_s = 0.0 if limits.flops is None else shape.flops(tokens, cached) / limits.flops / max(1, len(shape.layers))
     total_s = 0.0
     for experts, in_ram, nbytes, top_k in shape.layers:
-        found = divisions(in_ram, nbytes, tokens, top_k * in_ram / experts, PrefillRates(upload, cost))
-        total_s += max(computed_s, min(division.seconds for division in found))
+        often = frequencies(router, experts, top_k)[experts - in_ram :]  # the hottest are in VRAM
+        ram_s = 0.0 if not limits.ram else nbytes * sum(read_shares(often, tokens)) / limits.ram
+        divided_s = least_division_s(often, nbytes, tokens, limits, around_s)
+        total_s += max(gpu_s, ram_s, divided_s)
     return total_s
+
+
+def read_shares(often: Sequence[float], tokens: int) -> list[float]:
+    """The probability that any of `tokens` tokens chooses each expert."""
+    return [1 - (1 - min(1.0, share)) ** tokens for share in often]
+
+
+def least_division_s(often: Sequence[float], nbytes: int, tokens: int, limits: Limits, around_s: float) -> float:
+    """The least, over all divisions of a layer's experts, of the longer of the copies and the CPU's part; one expert
+    may be divided, so it is below every whole one. often: how often a token chooses each, the hottest first.
+
+    An expert that no token chooses costs neither side anything. The hotter one is, the longer the CPU needs for it in
+    times of its copy, so the hottest ones are copied.
+    """
+    shares = read_shares(often, tokens)
+    copies_s, cpu_s = 0.0, around_s + limits.cpu.seconds(sum(shares), tokens * sum(often))
+    all_copied_s = nbytes * sum(shares) / limits.upload
+    for share, each in zip(shares, often, strict=True):
+        copy_s, computed_s = share * nbytes / limits.upload, limits.cpu.seconds(share, tokens * each)
+        if copies_s + copy_s >= cpu_s - computed_s:  # both sides end together within this expert
+            return min(all_copied_s, copies_s + copy_s * (cpu_s - copies_s) / (copy_s + computed_s))
+        copies_s, cpu_s = copies_s + copy_s, cpu_s - computed_s
+    return all_copied_s
 
 
 def prediction_error(before: PrefillStats, after: PrefillStats) -> float | None:

@@ -17,8 +17,9 @@ _COLUMNS = (
 )  # fmt: skip
 _LEGEND = (
     "plan: predicted as by `proa plan`; bound: no division of the experts in RAM can be faster at the rates of this "
-    "run; PCIe: all of them copied once; FLOPs: all operations at the rate of a large product; streamed: experts in "
-    "RAM that were copied; prediction: measured over predicted time of the passes, less 1."
+    "run, the GPU's own work included; PCIe: all of them copied once; FLOPs: all operations at the rate of a large "
+    "product; streamed: experts in RAM that were copied; prediction: measured over predicted time of the passes, less "
+    "1."
 )
 
 

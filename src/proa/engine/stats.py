@@ -98,6 +98,9 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
     experts_seconds: float = 0.0  # for experts
     waited_seconds: float = 0.0  # its waits for copies
     cpu_wait_seconds: float = 0.0  # its waits for the CPU's sums
+    decided_seconds: float = 0.0  # its waits for the division of experts by a layer's routing
+    routed: int = 0  # passes divided by their routing to the end
+    promoted: int = 0  # experts that moved from the ring to slots
     copy_bytes_per_s: float = 0.0  # rates by which the next prompt is divided
     cpu_expert_seconds: float = 0.0
     cpu_pair_seconds: float = 0.0
@@ -181,7 +184,8 @@ def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats, PrefillS
         passes=done.passes, tokens=done.pass_tokens, streamed=done.streamed, left_to_cpu=done.left_to_cpu,
         streamed_bytes=done.streamed_bytes, copy_seconds=done.copy_s, predicted_seconds=done.predicted_s,
         took_seconds=done.took_s, own_seconds=done.own_s, experts_seconds=done.experts_s,
-        waited_seconds=done.waited_s, cpu_wait_seconds=done.cpu_wait_s, copy_bytes_per_s=done.copy_bytes_per_s,
-        cpu_expert_seconds=done.cpu_expert_s, cpu_pair_seconds=done.cpu_pair_s,
+        waited_seconds=done.waited_s, cpu_wait_seconds=done.cpu_wait_s,
+        decided_seconds=done.decided_s, routed=done.routed, promoted=done.promoted,
+        copy_bytes_per_s=done.copy_bytes_per_s, cpu_expert_seconds=done.cpu_expert_s, cpu_pair_seconds=done.cpu_pair_s,
     )  # fmt: skip
     return cpu, residency, prefill

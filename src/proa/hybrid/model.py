@@ -20,6 +20,7 @@ from proa.hybrid.deferral import Deferral
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
+from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Ring
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
 from proa.hybrid.streaming import Asked, Streaming
@@ -157,6 +158,8 @@ class HybridModel:
         self.counting = Counting(self.tables, top_k, nbytes, copiers.counts, trace)
         if spare:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
+            if self.streaming is not None:
+                self.streaming.promotions = Promotions(self.moves, self.streaming.ring)
 
     def _bind_passes(self, parts: Parts, prompts: PromptParts, top_k: int) -> None:
         memories, tables, faults = [layer.memory for layer in self.layers], self.tables, self._faults
@@ -165,6 +168,7 @@ class HybridModel:
         ring = Ring(memories, prompts.ring_bytes, self._device)
         asked = Asked(prompts.mode, top_k)
         self.streaming = streaming = Streaming(memories, tables, ring, prompts.uploads, prompts.rates, asked)
+        streaming.jobs = None if self.transport is None else self.transport.counters
         for number, layer in enumerate(self.layers):
             if layer.memory.cpu_computes and self.transport is not None:
                 sets = ring.groups(number, len(layer.memory.in_ram))
@@ -235,16 +239,15 @@ class HybridModel:
         """Whether a bank of the ring is smaller than a layer's experts, so that a pass may have groups of them."""
         return self.streaming is not None and len(self.streaming.overlay.residency) > 1
 
-    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> None:
         """Begin a step in parts of `tokens` tokens, of which each layer is launched in `chunks` chunks. At most one at
-        a time. Returns the fraction of the experts in RAM that are copied to the GPU. beside: see Session."""
+        a time. beside: see Session."""
         if self.streaming is None:
-            return 0.0
+            return
         heat = None if self.moves is None else self.moves.heat.heat
-        streamed = self.streaming.begin(tokens, chunks, heat, self.counters(), beside)
+        self.streaming.begin(tokens, chunks, heat, self.counters(), promotes=not self._aside, beside=beside)
         if self.streaming.alone:
             self._pause_co_fetch()
-        return streamed
 
     def _pause_co_fetch(self) -> None:
         """Leave PCIe to the copies of a pass that runs beside decode steps: the CPU computes all experts in RAM."""
@@ -267,14 +270,17 @@ class HybridModel:
         if self.streaming is not None:
             self.streaming.pause()
 
-    def end_pass(self) -> None:
-        """The step in parts was launched whole, or was given up after all launches ended."""
-        if self.streaming is not None:
-            self.streaming.end()
-            self._resume_co_fetch()
-            self._pass_launch = self._launched
-            if self._ended == self._launched:
-                self.streaming.measure(self.counters())
+    def end_pass(self) -> float:
+        """The step in parts was launched whole, or was given up after all launches ended. Returns the fraction of the
+        experts in RAM that were copied to the GPU."""
+        if self.streaming is None:
+            return 0.0
+        streamed = self.streaming.end()
+        self._resume_co_fetch()
+        self._pass_launch = self._launched
+        if self._ended == self._launched:
+            self.streaming.measure(self.counters())
+        return streamed
 
     @property
     def _in_pass(self) -> bool:

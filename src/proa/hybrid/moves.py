@@ -16,6 +16,7 @@ Why no step sees half a move: tables change on the steps' stream, between two st
 in flight and read what the tables named then: a slot or a place in RAM that tables no longer name is written only once
 all of these steps have ended. (A late worker of the CPU may read such a place even then; its result is dropped.)
 No step waits for a copy or for a table update.
+Experts that a prompt copied to the ring get slots from there: promotions.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from proa.hybrid.copies import Copier, Copy
 from proa.hybrid.counting import Seen
@@ -43,6 +45,16 @@ class _Move:
     slot: Slot  # the promoted expert's
     copy: Copy | None
     came: int | None = None  # the first step with the promoted expert on the device; then the evicted one is copied out
+
+
+class _Launched:
+    """A copy on the stream of the steps: work that is launched from now on sees it."""
+
+    def done(self) -> bool:
+        return True
+
+
+_LAUNCHED = _Launched()
 
 
 @dataclass
@@ -68,7 +80,7 @@ class Moves:
         self, layers: Sequence[LayerMemory], tables: Tables, spare: int, inclusive: bool, copier: Copier
     ) -> None:
         self.moved = Moved()
-        self.layers, self.tables, self._inclusive, self._copier = layers, tables, inclusive, copier
+        self.layers, self.tables, self.inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
         self._left: list[tuple[int, _Size, Slot]] = []  # (first step whose tables do not name the slot, size, slot)
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
@@ -118,6 +130,39 @@ class Moves:
         for swap in swaps_with_room(self.heat.swaps(self._resident, self._movable), self._size, room):
             self._start(swap, self._spare[self._size[swap.layer]].pop())
 
+    def swaps_among(
+        self, layer: int, experts: Sequence[int], chosen: NDArray[np.int64], tokens: int, most: int
+    ) -> list[Swap]:  # fmt: skip
+        """Up to `most` swaps in a layer that promote some of `experts`, by the heat that it will have once the choice
+        of `tokens` tokens is counted. chosen: of each expert of the layer."""
+        movable, count = self._movable[layer].copy(), len(chosen)
+        movable &= self._resident[layer] | np.isin(np.arange(len(movable)), experts)
+        heat = self.heat.foreseen(layer, chosen, tokens)
+        return self.heat.swaps_of(layer, heat, self._resident[layer, :count], movable[:count], most)
+
+    def room(self, layer: int) -> int:
+        """Number of spare slots for the layer's experts."""
+        return len(self._spare[self._size[layer]])
+
+    def reserve(self, swap: Swap) -> Slot:
+        """Start a move into a spare slot, which is returned: the caller copies the promoted expert there at once, on
+        the stream of the steps. The rest is as in other moves."""
+        slot = self._spare[self._size[swap.layer]].pop()
+        self._movable[swap.layer, [swap.promote, swap.evict]] = False
+        self._moves.append(_Move(swap, slot, _LAUNCHED))
+        return slot
+
+    def replace(self, swap: Swap) -> Slot:
+        """From the next `publish` on, the promoted expert is in the evicted one's slot, which is returned, and the CPU
+        has the evicted one, whose bytes RAM must have. promotions.py says why the caller may fill the slot at once."""
+        layer, where = swap.layer, self._where[swap.layer]
+        where.slot_of[swap.promote] = slot = where.slot_of.pop(swap.evict)
+        self.tables.to_gpu(layer, swap.promote, slot)
+        self.tables.to_cpu(layer, swap.evict, where.number_of[swap.evict])
+        self._resident[layer, [swap.promote, swap.evict]] = True, False
+        self.moved.experts += 1
+        return slot
+
     def _unread(self, since: int) -> bool:
         """True once all steps before step `since` have ended: none reads what the tables no longer name from it on."""
         return self._ended >= since - 1
@@ -147,9 +192,9 @@ class Moves:
             self.tables.to_gpu(swap.layer, swap.promote, move.slot)
             self._resident[swap.layer, swap.promote] = True
             move.came, move.copy = step, None
-            if not self._inclusive:
+            if not self.inclusive:
                 return False
-        if not self._inclusive:
+        if not self.inclusive:
             where.number_of[swap.evict] = where.number_of.pop(swap.promote)
         self.layers[swap.layer].bring_bias(swap.evict, where.number_of[swap.evict])
         self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])

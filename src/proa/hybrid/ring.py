@@ -29,6 +29,22 @@ class Bank:
         return (self.up, self.up_bytes), (self.down, self.down_bytes)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Experts of a layer that are in a bank together. number, of: of so many groups of the layer."""
+
+    layer: int
+    number: int
+    of: int
+    experts: list[int]
+
+
+def groups_of(layer: int, experts: Sequence[int], count: int) -> list[Group]:
+    """Divide the experts into `count` groups, as equal as possible."""
+    cuts = [len(experts) * i // count for i in range(count + 1)]
+    return [Group(layer, i, count, list(experts[cuts[i] : cuts[i + 1]])) for i in range(count)]
+
+
 class Ring:
     """Two banks, used in turn: while kernels read experts in one bank, the next ones arrive in the other. A bank holds
     as many experts of a layer as fit: experts of any size, and one group of them if not all fit."""
@@ -55,3 +71,13 @@ class Ring:
     def bank(self, layer: int, number: int) -> Bank:
         """Bank `number` as the layer uses it."""
         return self._banks[layer][number]
+
+    def matrices(self, layer: int, number: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed bytes, uint8, of the layer's expert at this place of bank `number`: (gate and up, down)."""
+        bank = self._banks[layer][number]
+        firsts = (expert * bank.up_bytes, bank.room * bank.up_bytes + expert * bank.down_bytes)
+        up, down = (
+            self._memory[number, first : first + nbytes]
+            for first, nbytes in zip(firsts, (bank.up_bytes, bank.down_bytes), strict=True)
+        )
+        return up, down

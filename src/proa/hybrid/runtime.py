@@ -71,6 +71,13 @@ class Streamed(Protocol):
     def hands_over(self) -> bool:
         """Whether the CPU gets its pairs of the chunk under way together with the group under way."""
 
+    @property
+    def routed(self) -> bool:
+        """Whether the layer's experts are divided once its routing is known."""
+
+    def route(self, ids: Tensor) -> None:
+        """Divide them. ids: [T, k], the choice; -1: none."""
+
     def join(self) -> None:
         """Make the next launches wait for the copies of this group."""
 
@@ -88,7 +95,10 @@ class Streamed(Protocol):
 class NotStreamed:
     """The layer has no part in passes."""
 
-    active, alone, groups, leaves_none, hands_over = False, False, 1, False, True
+    active, alone, groups, leaves_none, hands_over, routed = False, False, 1, False, True, False
+
+    def route(self, ids: Tensor) -> None:
+        pass
 
     def collect(self, later: Callable[[], None] | None = None) -> None:
         pass
@@ -133,8 +143,9 @@ class HybridExperts:
 
     @property
     def residency(self) -> Residency | None:
-        """None in groups, whose pairs are located group by group, not where experts are chosen."""
-        if self._grouped:
+        """None where pairs are not located when experts are chosen: in groups, and before the choice has divided the
+        experts."""
+        if self._grouped or (self._streamed.active and self._streamed.routed):
             return None
         found = self._bound.residency
         if self._deferral.active and found.bell is not None:
@@ -163,6 +174,8 @@ class HybridExperts:
         if self._grouped and self._transport is not None:
             groups = self._in_groups[: self._streamed.groups]
             return InGroups(groups, self._streamed, transport, self.layer, x, chosen)
+        if self._streamed.active and self._streamed.routed:
+            self._streamed.route(chosen.ids)
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if transport is not None and not at.handed_over:
             transport.push(x, at.cpu, weights, at.up, self._deferral.job(self.layer))

@@ -12,104 +12,109 @@ banks in turn. The order on the device, for group n in bank b:
 
 Copies of a group thus run beside the launches of the group before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
-CPU's. During a pass no expert moves (moves.py), so no table of either kind gets stale.
+CPU's. During a pass no expert moves, but for those of layers that it has passed (promotions.py), whose tables it reads
+no more: so no table of either kind gets stale.
+
+A pass of one chunk whose layers are one group each begins divided by the routing. After its first layers it goes on so
+if that gains more than it costs, else like other passes, for which its tables are sent anew. The copies of a layer come
+in two parts then: the head, before its routing is known, and the tail, which the routing decides:
+
+    head of l   queued behind the tail of l - 1, so that the copy engine has work until the tail is known
+    launches    the choice of experts is fetched, and the host waits for it; the layer's table is sent anew; pairs are
+                located, and the CPU's are pushed; only then the tail and the head of l + 1 are queued, since the CPU
+                waits for its pairs and the copy engine does not; wait for head and tail; the GPU's experts
+
+The host is thus at most one layer ahead of the device. An expert that no token chose is in no tail. The bank of the
+head of l + 1 is free by then: the choice of l was made behind the launches of l - 1, the last that read it. The table
+that is sent anew is that of l alone, on the stream of the launches; in this pass none before reads it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.hybrid.ring import Ring
+from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals, Times
+from proa.hybrid.promotions import Promotions
+from proa.hybrid.ring import Group, Ring, groups_of
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
-from proa.hybrid.uploads import Transfer, Upload, Uploads
-from proa.machine.cost.prefill import Division, PrefillRates, divide, divisions
+from proa.hybrid.uploads import Upload, Uploads, transfers_of
+from proa.machine.cost.prefill import (
+    LAYER,
+    PROBED_LAYERS,
+    Division,
+    PrefillRates,
+    divide,
+    divide_routed,
+    divisions,
+    head,
+    routing_gain_s,
+)
 from proa.machine.cost.turns import beside_pays
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
-from proa.native.weights import Piece
 from proa.ops.sizes import RING_BANKS as BANKS
 
 
 @dataclass(frozen=True)
 class Asked:
-    """mode: what computes experts in RAM for prompts, a value of --prefill, or "half": of each layer's, half are
-    streamed, whatever the rates. top_k: the largest of the model's layers."""
+    """mode: what computes experts in RAM for prompts, a value of --prefill, or, whatever the rates, "half": of each
+    layer's, half are streamed, or "routed": they are divided by the routing wherever that is possible. top_k: the
+    largest of the model's layers."""
 
     mode: str
     top_k: int
 
 
-@dataclass
-class PassTotals:
-    """Sums over all passes since the start."""
-
-    passes: int = 0
-    pass_tokens: int = 0
-    streamed: int = 0  # experts copied to the ring, over all layers
-    left_to_cpu: int = 0  # experts in RAM that were not
-    streamed_bytes: int = 0
-    copy_s: float = 0.0  # of passes that were measured, as the following ones
-    predicted_s: float = 0.0  # sum over layers of the longer of copies and computing, as divided
-    took_s: float = 0.0  # from the begin of each pass to the end of its launches
-    own_s: float = 0.0  # of this, the GPU's time for all but experts
-    experts_s: float = 0.0  # for experts
-    waited_s: float = 0.0  # its waits for copies
-    cpu_wait_s: float = 0.0  # its waits for the CPU's sums
-
-
-class Times(NamedTuple):
-    """Device time of a pass, in seconds. own: all that is not experts; waited: for copies; experts: the device's
-    experts; cpu: waits for the CPU's sums."""
-
-    own: float
-    waited: float
-    experts: float
-    cpu: float
-
-
-OWN, WAITED, EXPERTS, OF_CPU = range(4)  # fields of Times: what the device did before a mark
-
-
 @dataclass(frozen=True)
-class Group:
-    """Experts of a layer that are in a bank together. number, of: of so many groups of the layer."""
+class _Divided:
+    """A layer that was divided by its routing. tokens_of: of its experts in RAM, the hottest first; jobs: of the CPU
+    until then."""
 
-    layer: int
-    number: int
-    of: int
-    experts: list[int]
-
-
-def groups_of(layer: int, experts: Sequence[int], count: int) -> list[Group]:
-    """Divide the experts into `count` groups, as equal as possible."""
-    cuts = [len(experts) * i // count for i in range(count + 1)]
-    return [Group(layer, i, count, list(experts[cuts[i] : cuts[i + 1]])) for i in range(count)]
+    of: Division
+    tokens_of: NDArray[np.int64]
+    jobs: Counters | None
 
 
 @dataclass
 class _Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
-    then with what the device did since the mark before."""
+    then with what the device did since the mark before.
+
+    If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
+    the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;
+    gain_s: by which the pass is shorter, as far as it is known."""
 
     tokens: int
     chunks: int
     groups: list[Group]
     divisions: list[Division]
     before: Counters  # of the CPU's jobs when the pass began
-    alone: bool  # the device computes all experts: the CPU gets no job
+    alone: bool = False  # the device computes all experts: the CPU gets no job
+    heat: NDArray[np.float32] | None = None
+    routed: bool = False
+    promotes: bool = False
     at: int = 0  # the group under way
     left: int = 0
-    uploads: dict[int, Upload] = field(default_factory=dict)
+    uploads: dict[int, list[Upload]] = field(default_factory=dict)
     nbytes: int = 0
+    streamed: int = 0  # experts, of the groups that are divided
+    copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
+    chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    tail: list[int] = field(default_factory=list)
+    divided: _Divided | None = None
+    gain_s: float = 0.0
+    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
+    jobs: Counters | None = None  # the CPU's, when the layer before was divided
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -121,22 +126,6 @@ class _Pass:
         return Times(*sums)
 
 
-def transfers_of(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
-    """Copies of the matrices with these ascending numbers to address `to`, one behind the other. Neighbours are copied
-    at once if each lies in one piece."""
-    if len(pieces) > 1:
-        sources = [(piece.address + number * piece.stride, piece.nbytes) for number in numbers for piece in pieces]
-        firsts = itertools.accumulate((nbytes for _, nbytes in sources), initial=to)
-        return [Transfer(first, *source) for first, source in zip(firsts, sources, strict=False)]
-    (piece,), found, first = pieces, list[Transfer](), 0
-    for i, number in enumerate(numbers, 1):
-        if i == len(numbers) or numbers[i] != number + 1:
-            source = piece.address + numbers[first] * piece.stride
-            found.append(Transfer(to + first * piece.nbytes, source, (i - first) * piece.nbytes))
-            first = i
-    return found
-
-
 class Streaming:
     """Passes of one model. Called by one thread."""
 
@@ -145,7 +134,10 @@ class Streaming:
         asked: Asked,
     ) -> None:  # fmt: skip
         self.totals, self.rates = PassTotals(), rates
-        self._layers, self._tables, self._ring, self._uploads, self._asked = layers, tables, ring, uploads, asked
+        self.probed_layers = PROBED_LAYERS  # 0: no pass is divided by its routing
+        self.promotions: Promotions | None = None
+        self.jobs: Callable[[], Counters] | None = None  # counts the CPU's jobs so far
+        self.ring, self._layers, self._tables, self._uploads, self._asked = ring, layers, tables, uploads, asked
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
         sets = max((ring.groups(i, len(layers[i].in_ram)) for i in self._streamed), default=1)
         self.overlay = Overlay(tables, sets)
@@ -154,6 +146,7 @@ class Streaming:
         self._pass: _Pass | None = None
         self._launched: _Pass | None = None  # launched whole, not yet measured
         self._active = False
+        self._seen: NDArray[np.float32] | None = None  # [layers, experts], tokens in passes divided by their routing
         self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
 
     @property
@@ -180,34 +173,49 @@ class Streaming:
             self._active = False
 
     def begin(
-        self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters,
+        self, tokens: int, chunks: int, heat: NDArray[np.float32] | None, counters: Counters, *, promotes: bool = False,
         beside: float | None = None,
-    ) -> float:  # fmt: skip
-        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers. Returns the
-        fraction of the experts in RAM that are copied.
+    ) -> None:  # fmt: skip
+        """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
 
         heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
-        the CPU's jobs so far. beside: see Session.begin_pass.
+        the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
         alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
+        routed = not alone and self._is_routed(tokens, chunks)
+        promotes &= not alone  # decode steps that run at the same time may read the slots
+        heat = self._seen if heat is None else heat
         groups = list[Group]()
         for layer, division in zip(self._streamed, divisions, strict=True):
-            experts = self._hottest(layer, division.streamed, heat)
-            groups += groups_of(layer, experts, self._ring.groups(layer, len(experts)))
-        self._pass = one = _Pass(tokens, chunks, groups, divisions, counters, alone, left=chunks)
-        streamed = sum(len(group.experts) for group in groups)
+            count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
+            experts = self._in_order(layer, self._hottest(layer, heat)[:count])
+            groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
+        one = _Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
+        self._pass = one
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        in_ram = sum(map(self._in_ram, self._streamed))
-        self.totals.streamed += streamed
-        self.totals.left_to_cpu += in_ram - streamed
         self._publish(one)
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        for at in range(min(BANKS, len(groups))):
-            self._copy(one, at)
-        return streamed / max(1, in_ram)
+        if not routed:
+            self._count(one, sum(len(group.experts) for group in groups), sum(map(self._in_ram, self._streamed)))
+        for at in range(min(1 if routed else BANKS, len(groups))):
+            self._copy(one, at, groups[at].experts)
+
+    def _is_routed(self, tokens: int, chunks: int) -> bool:
+        """Whether a pass is divided by its routing."""
+        if self._asked.mode not in ("auto", "routed") or chunks > 1:
+            return False
+        if any(self.ring.groups(layer, self._in_ram(layer)) > 1 for layer in self._streamed):
+            return False
+        return self._asked.mode == "routed" or self.probed_layers > 0
+
+    def _count(self, one: _Pass, streamed: int, of: int) -> None:
+        """Count the experts of layers that are divided: so many `of` those in RAM are streamed."""
+        one.streamed += streamed
+        self.totals.streamed += streamed
+        self.totals.left_to_cpu += of - streamed
 
     def _mark(self, one: _Pass, what: int) -> None:
         one.marks.append((what, self._uploads.mark()))
@@ -216,7 +224,7 @@ class Streaming:
         """The layers' divisions: all experts are copied if the pass is then done sooner beside decode steps than in
         turns with them, where it would get this share of the time (0: none decode)."""
         found = [self._divide(i, tokens, chunks) for i in self._streamed]
-        if not share or self._asked.mode == "half":
+        if not share or self._asked.mode in ("half", "routed"):
             return found
         whole = [self._divisions(i, tokens, chunks)[-1] for i in self._streamed]
         copied_s, divided_s = (sum(division.seconds for division in of) for of in (whole, found))
@@ -226,13 +234,17 @@ class Streaming:
         return division.streamed == self._in_ram(layer)
 
     def _divisions(self, layer: int, tokens: int, chunks: int) -> list[Division]:
-        memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
-        chosen = self._asked.top_k * count / memory.experts
-        return divisions(count, bank.up_bytes + bank.down_bytes, tokens, chosen, self.rates, chunks)
+        count = self._in_ram(layer)
+        chosen = self._asked.top_k * count / self._layers[layer].experts
+        return divisions(count, self._nbytes(layer), tokens, chosen, self.rates, chunks)
+
+    def _nbytes(self, layer: int) -> int:
+        """Bytes of an expert of the layer."""
+        bank = self.ring.bank(layer, 0)
+        return bank.up_bytes + bank.down_bytes
 
     def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
-        memory, count, bank = self._layers[layer], self._in_ram(layer), self._ring.bank(layer, 0)
-        nbytes = bank.up_bytes + bank.down_bytes
+        memory, count, nbytes = self._layers[layer], self._in_ram(layer), self._nbytes(layer)
         if self._asked.mode == "stream":
             return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
         chosen = self._asked.top_k * count / memory.experts
@@ -244,27 +256,109 @@ class Streaming:
         """Number of the layer's experts that the CPU owns."""
         return int((self._tables.owners[layer, : self._layers[layer].experts] == CPU).sum())
 
-    def _hottest(self, layer: int, count: int, heat: NDArray[np.float32] | None) -> list[int]:
-        """The `count` most chosen experts of the CPU, in the order of their numbers in RAM."""
+    def _hottest(self, layer: int, heat: NDArray[np.float32] | None) -> NDArray[np.int64]:
+        """The CPU's experts, the most chosen first."""
         own = np.flatnonzero(self._tables.owners[layer, : self._layers[layer].experts] == CPU)
-        if heat is not None:
-            own = own[np.argsort(-heat[layer, own], kind="stable")]
-        numbers = self._tables.numbers(layer, own[:count].tolist())
-        return [int(expert) for _, expert in sorted(zip(numbers, own[:count], strict=True))]
+        return own if heat is None else own[np.argsort(-heat[layer, own], kind="stable")]
 
-    def _copy(self, one: _Pass, at: int) -> None:
-        """Start the copies of the group at this position, once its bank is free."""
+    def _in_order(self, layer: int, experts: NDArray[np.int64]) -> list[int]:
+        """The experts in the order of their numbers in RAM."""
+        numbers = self._tables.numbers(layer, experts.tolist())
+        return [int(expert) for _, expert in sorted(zip(numbers, experts, strict=True))]
+
+    def _copy(self, one: _Pass, at: int, experts: Sequence[int], first: int = 0) -> None:
+        """Start the copies of these experts of the group at this position, once its bank is free: to number `first` of
+        the bank and the next ones."""
         group = one.groups[at]
-        bank = self._ring.bank(group.layer, at % BANKS)
-        numbers = self._tables.numbers(group.layer, group.experts)
+        bank = self.ring.bank(group.layer, at % BANKS)
+        numbers = self._tables.numbers(group.layer, experts)
         if not numbers:
             return
         up, down = self._pieces[group.layer]
-        transfers = [*transfers_of(numbers, up, bank.up), *transfers_of(numbers, down, bank.down)]
-        one.uploads[at] = self._uploads.start(transfers, self._free[at % BANKS])
+        transfers = transfers_of(numbers, up, bank.up + first * bank.up_bytes)
+        transfers += transfers_of(numbers, down, bank.down + first * bank.down_bytes)
+        one.uploads.setdefault(at, []).append(self._uploads.start(transfers, self._free[at % BANKS]))
         nbytes = sum(transfer.nbytes for transfer in transfers)
+        one.copied_s = max(one.copied_s, time.perf_counter()) + nbytes / self.rates.copy_bytes_per_s
         one.nbytes += nbytes
         self.totals.streamed_bytes += nbytes
+
+    def route(self, ids: Tensor) -> None:
+        """Divide the experts of the layer under way by its routing, for which the host waits. ids [T, k]: the layer's
+        choice, -1: none."""
+        one = self._under_way
+        fetched = self._uploads.fetch(ids)
+        self._mark(one, OWN)
+        at, group = one.at, one.groups[one.at]
+        layer, nbytes = group.layer, self._nbytes(group.layer)
+        own = self._hottest(layer, one.heat)  # while the device computes; after the wait it has nothing to do
+        started = np.isin(own, group.experts)
+        chosen = fetched.wait()
+        jobs = None if self.jobs is None else self.jobs()
+        one.chosen = np.bincount(chosen[chosen >= 0], minlength=self._layers[layer].experts)
+        tokens_of = one.chosen[own]
+        found = divide_routed(tokens_of, started, nbytes, one.tokens, self.rates, self._queued_s(one))
+        one.tail = self._in_order(layer, own[list(found.more)])
+        one.groups[at] = replace(group, experts=[*group.experts, *one.tail])
+        self.overlay.replace(self._elsewhere(one, at))
+        self._mark(one, DECIDED)
+        one.divided = _Divided(found.of, tokens_of, jobs)
+
+    def _start_tail(self, one: _Pass, divided: _Divided) -> None:
+        """Start the copies that the routing has decided, and those of the next head; then what may wait until now."""
+        at, tail = one.at, one.tail
+        self._copy(one, at, tail, len(one.groups[at].experts) - len(tail))
+        layer = one.groups[at].layer
+        one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
+        self._learn(one, divided.jobs)
+        one.divisions[at] = divided.of
+        self._count(one, divided.of.streamed, len(divided.tokens_of))
+        one.seen[layer] = one.chosen
+        if self._asked.mode != "routed" and at + 1 == self.probed_layers and one.gain_s <= 0:
+            self._divide_rest(one)
+        if at + 1 < len(one.groups):
+            self._copy(one, at + 1, one.groups[at + 1].experts)
+
+    def _divide_rest(self, one: _Pass) -> None:
+        """Go on like a pass that was divided beforehand, from the next layer on."""
+        one.routed = False
+        for at in range(one.at + 1, len(one.groups)):
+            group, streamed = one.groups[at], one.divisions[at].streamed
+            experts = self._in_order(group.layer, self._hottest(group.layer, one.heat)[:streamed])
+            one.groups[at] = replace(group, experts=experts)
+            self._count(one, streamed, self._in_ram(group.layer))
+        self._publish(one)
+
+    def _learn(self, one: _Pass, jobs: Counters | None) -> None:
+        """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
+        pass's end to be divided by them. jobs: of the CPU, up to that layer."""
+        at = one.at - 1
+        seconds = [upload.seconds() for upload in one.uploads.get(at, ())]
+        if seconds and None not in seconds:
+            nbytes = len(one.groups[at].experts) * self._nbytes(one.groups[at].layer)
+            self.rates = self.rates.after_copies(nbytes, sum(s for s in seconds if s is not None), LAYER)
+        if jobs is not None and one.jobs is not None and jobs.jobs - one.jobs.jobs == 1:  # that layer's job alone
+            self.rates = self.rates.after_counted_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s)
+        one.jobs = jobs
+
+    @property
+    def routed(self) -> bool:
+        """Whether the pass under way is divided by its routing."""
+        return self._pass is not None and self._pass.routed
+
+    def _queued_s(self, one: _Pass) -> float:
+        """Expected time until all copies that were started have arrived."""
+        if all(upload.seconds() is not None for upload in one.uploads.get(one.at, ())):
+            return 0.0
+        return max(0.0, one.copied_s - time.perf_counter())
+
+    def _see(self, seen: Mapping[int, NDArray[np.int64]]) -> None:
+        """Note a whole pass's routing, for passes without another heat: that of the first layers alone would show less
+        and less gain, and the others would keep their former heat."""
+        if self._seen is None:
+            self._seen = np.zeros((len(self._layers), self._tables.experts), np.float32)
+        for layer, chosen in seen.items():
+            self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
 
     def _publish(self, one: _Pass) -> None:
         """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
@@ -273,7 +367,7 @@ class Streaming:
 
     def _elsewhere(self, one: _Pass, at: int) -> Elsewhere:
         group = one.groups[at]
-        bank = self._ring.bank(group.layer, at % BANKS)
+        bank = self.ring.bank(group.layer, at % BANKS)
         up, down = ([to + i * of for i in range(len(group.experts))] for to, of in bank.strides)
         return Elsewhere(group.layer, group.number, group.experts, up, down)
 
@@ -312,9 +406,13 @@ class Streaming:
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""
         one = self._under_way
+        divided, one.divided = one.divided, None
+        if divided is not None:
+            self._start_tail(one, divided)
         self._mark(one, OWN)
-        if one.left == one.chunks and one.at in one.uploads:
-            one.uploads[one.at].join()
+        if one.left == one.chunks:
+            for upload in one.uploads.get(one.at, ()):
+                upload.join()
         self._mark(one, WAITED)
 
     def summed(self) -> None:
@@ -334,34 +432,51 @@ class Streaming:
         one.left -= 1
         if one.left:
             return
+        if one.routed and one.promotes and self.promotions is not None:
+            group = one.groups[one.at]
+            taken = self.promotions.take(group.layer, group.experts, one.at % BANKS, one.chosen, one.tokens)
+            one.gain_s += taken * self._nbytes(group.layer) / self.rates.copy_bytes_per_s
+            self.totals.promoted += taken
+            self._mark(one, OWN)
         self._free[one.at % BANKS] = one.marks[-1][1]
-        if one.at + BANKS < len(one.groups):
-            self._copy(one, one.at + BANKS)
+        ahead = one.at + BANKS
+        if not one.routed and ahead < len(one.groups):
+            self._copy(one, ahead, one.groups[ahead].experts)
         one.at, one.left = one.at + 1, one.chunks
 
-    def end(self) -> None:
-        """The pass was launched whole, or is given up: then all its launches have ended."""
+    def end(self) -> float:
+        """The pass was launched whole, or is given up: then all its launches have ended. Returns the fraction of the
+        experts in RAM that were copied."""
         one, self._pass = self._pass, None
-        if one is not None and one.at == len(one.groups):
+        if one is None:
+            return 0.0
+        if one.at == len(one.groups):
             self._launched = one
+            if one.routed:
+                self.totals.routed += 1
+                self._see(one.seen)
+        return one.streamed / max(1, sum(map(self._in_ram, self._streamed)))
 
     def measure(self, counters: Counters) -> None:
         """Update the rates by the last pass, all of whose launches have ended. counters: see `begin`."""
         one, self._launched = self._launched, None
         if one is None:
             return
-        seconds = [upload.seconds() for upload in one.uploads.values()]
+        seconds = [upload.seconds() for uploads in one.uploads.values() for upload in uploads]
         if None in seconds:
             return
         copy_s = sum(second for second in seconds if second is not None)
-        self.rates = self.rates.after_copies(one.nbytes, copy_s)
+        if not one.routed:  # else each layer was learned from
+            self.rates = self.rates.after_copies(one.nbytes, copy_s)
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
         times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
         each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
-        self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         self.rates = self.rates.after_launches(each, launches, times.own, times.experts)
+        self.rates = self.rates.after_decisions(len(one.seen), times.decided)
+        if not one.routed:
+            self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
         totals = self.totals
         totals.copy_s += copy_s
         totals.predicted_s += sum(of.seconds for of in one.divisions)
@@ -370,13 +485,14 @@ class Streaming:
         totals.experts_s += times.experts
         totals.waited_s += times.waited
         totals.cpu_wait_s += times.cpu
+        totals.decided_s += times.decided
 
     def counted(self, counters: Counters) -> Counters:
         """The counters with those of the passes."""
         rates = self.rates
         return replace(
             counters, **asdict(self.totals), copy_bytes_per_s=rates.copy_bytes_per_s,
-            cpu_expert_s=rates.cpu.expert_s, cpu_pair_s=rates.cpu.pair_s,
+            cpu_expert_s=rates.counted_cpu.expert_s, cpu_pair_s=rates.counted_cpu.pair_s,
         )  # fmt: skip
 
     def close(self) -> None:

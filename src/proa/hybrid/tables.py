@@ -1,6 +1,7 @@
 """The residency tables of a model's layers: the device's copy, which steps read, and the host's, which is edited.
 
 `publish` copies the layers that changed, on the stream of the next step: steps launched before see the former tables.
+Kernels read the copies from pinned memory: a copy engine would take them behind all experts that are under way.
 Never: deciding, weights.
 """
 
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.models.ranks import CPU
+from proa.ops.host_block import Sender
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 from proa.ops.sizes import ADDRESSES, table_words
 
@@ -46,6 +49,7 @@ class Tables:
         self.owners = np.full(self._numbers.shape, CPU, np.int32)
         self._changed: set[int] = set()
         self._share_changed = False
+        self.sender = Sender()
         for i, layer in enumerate(layers):
             for expert, owner in enumerate(layer.owners):
                 if owner == layer.rank:
@@ -97,12 +101,14 @@ class Tables:
         self._share_changed = True
 
     def publish(self) -> None:
-        """Copy changed tables to the device, on the current stream, before a step."""
-        for layer in sorted(self._changed):
-            _send(self._host[layer], self._device[layer])
-        self._changed.clear()
+        """Copy changed tables to the device, on the current stream, before a step: all from the first changed layer to
+        the last, since launches cost more than bytes."""
+        if self._changed:
+            layers = slice(min(self._changed), max(self._changed) + 1)
+            self.sender.send(self._host[layers], self._device[layers])
+            self._changed.clear()
         if self._share_changed:
-            _send(self._host_share, self._share)
+            self.sender.send(self._host_share, self._share)
             self._share_changed = False
 
     def numbers(self, layer: int, experts: Sequence[int]) -> list[int]:
@@ -110,9 +116,9 @@ class Tables:
         found: list[int] = self._numbers[layer, list(experts)].tolist()
         return found
 
-    def rows(self) -> Tensor:
-        """A copy of the host's tables of all layers."""
-        return self._host.clone()
+    def rows(self, layers: slice = slice(None)) -> Tensor:
+        """A copy of the host's tables of these layers, by default all."""
+        return self._host[layers].clone()
 
 
 @dataclass(frozen=True)
@@ -153,16 +159,22 @@ class Overlay:
         addresses, numbers = (t.reshape(sets, len(first), *t.shape[1:]) for t in (addresses, numbers))
         numbers[1:] = -1
         for of in elsewhere:
-            ids = list(of.experts)
-            addresses[0, of.layer][:, ids], numbers[0, of.layer, ids] = 0, -1
-            addresses[of.group, of.layer, 0, ids], addresses[of.group, of.layer, 1, ids] = of.up, of.down
-        _send(rows, self._device[:sets])
+            _place(addresses[:, of.layer], numbers[:, of.layer], of)
+        self._tables.sender.send(rows, self._device[:sets])
+
+    def replace(self, of: Elsewhere) -> None:
+        """Send the layer's row of set 0 anew, on the current stream, with other experts elsewhere. group: 0."""
+        row = self._tables.rows(slice(of.layer, of.layer + 1))
+        addresses, numbers = (t.numpy() for t in _split(row, self._tables.experts))
+        _place(addresses, numbers, of)
+        self._tables.sender.send(row[0], self._device[0, of.layer])
 
 
-def _send(row: Tensor, to: Tensor) -> None:
-    """Copy `row` as it is now: the host may write to it at once. A GPU gets it from a pinned copy, which torch reuses
-    only after the transfer."""
-    to.copy_(row.pin_memory() if to.is_cuda else row, non_blocking=True)
+def _place(addresses: NDArray[np.int64], numbers: NDArray[np.int32], of: Elsewhere) -> None:
+    """Put the experts elsewhere in one layer's sets: addresses [sets, ADDRESSES, experts], numbers [sets, experts]."""
+    ids = list(of.experts)
+    addresses[0][:, ids], numbers[0, ids] = 0, -1
+    addresses[of.group, 0, ids], addresses[of.group, 1, ids] = of.up, of.down
 
 
 def _split(rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:

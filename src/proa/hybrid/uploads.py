@@ -1,18 +1,25 @@
 """Copies of experts from RAM to the device, ordered with the steps' launches in both directions: a copy can start after
-a launch, and a launch can wait for a copy. The host waits for neither. Never: choosing experts."""
+a launch, and a launch can wait for a copy. The host waits for neither, only for ids that it fetches. Never: choosing
+experts."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from proa.hybrid.copies import HostCopier, HostCopy
 from proa.hybrid.cuda_driver import Driver
 from proa.hybrid.layer_memory import LayerMemory
+from proa.native.weights import Piece
+from proa.ops.host_block import HostBlock
 
 # Longest single copy: a step's small copies share the copy engine and wait for one of these at most, 150 us at 55 GB/s.
 MOST_BYTES = 8 << 20
@@ -28,6 +35,22 @@ class Transfer:
     nbytes: int
 
 
+def transfers_of(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> list[Transfer]:
+    """Copies of the matrices with these ascending numbers to address `to`, one behind the other. Neighbours are copied
+    at once if each lies in one piece."""
+    if len(pieces) > 1:
+        sources = [(piece.address + number * piece.stride, piece.nbytes) for number in numbers for piece in pieces]
+        firsts = itertools.accumulate((nbytes for _, nbytes in sources), initial=to)
+        return [Transfer(first, *source) for first, source in zip(firsts, sources, strict=False)]
+    (piece,), found, first = pieces, list[Transfer](), 0
+    for i, number in enumerate(numbers, 1):
+        if i == len(numbers) or numbers[i] != number + 1:
+            source = piece.address + numbers[first] * piece.stride
+            found.append(Transfer(to + first * piece.nbytes, source, (i - first) * piece.nbytes))
+            first = i
+    return found
+
+
 class Upload(Protocol):
     """Transfers that were started together."""
 
@@ -36,6 +59,11 @@ class Upload(Protocol):
 
     def seconds(self) -> float | None:
         """Duration of the transfers; None until they are complete."""
+
+
+class Fetched(Protocol):
+    def wait(self) -> NDArray[np.int64]:
+        """Wait for the device. Returns the values, flat."""
 
 
 class Mark(Protocol):
@@ -55,6 +83,10 @@ class Uploads(Protocol[M]):
     def mark(self) -> M:
         """A mark after everything launched so far on the current stream."""
 
+    def fetch(self, ids: Tensor) -> Fetched:
+        """Start to copy `ids`, at most as many as the uploads were made for, to the host, behind everything launched so
+        far on the current stream. At most one fetch at a time."""
+
     def close(self) -> None:
         """Wait for all transfers that were started."""
 
@@ -62,9 +94,11 @@ class Uploads(Protocol[M]):
 class GpuUploads:
     """Uploads by DMA, on a CUDA stream of their own, from registered RAM."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most_ids: int = 0) -> None:
+        """most_ids: of a fetch."""
         self._driver, self._device = Driver(), device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._fetched = HostBlock((most_ids,), torch.int32, device)
 
     def start(self, transfers: Sequence[Transfer], after: GpuMark | None) -> Upload:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -84,6 +118,12 @@ class GpuUploads:
         event.record(torch.cuda.current_stream(self._device))
         return GpuMark(event)
 
+    def fetch(self, ids: Tensor) -> Fetched:
+        self._fetched.copy_from(ids.to(torch.int32))
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # CPU workers may need this CPU
+        event.record(torch.cuda.current_stream(self._device))
+        return _GpuFetched(event, self._fetched.host[: ids.numel()])
+
     def close(self) -> None:
         self._stream.synchronize()
 
@@ -95,6 +135,16 @@ class GpuMark:
     def seconds_since(self, earlier: GpuMark) -> float:
         took_ms: float = earlier.event.elapsed_time(self.event)
         return took_ms * 1e-3
+
+
+@dataclass(frozen=True)
+class _GpuFetched:
+    event: torch.cuda.Event
+    host: Tensor
+
+    def wait(self) -> NDArray[np.int64]:
+        self.event.synchronize()
+        return self.host.numpy().astype(np.int64)
 
 
 class _GpuUpload:
@@ -143,6 +193,9 @@ class HostUploads:
     def mark(self) -> HostMark:
         return HostMark(time.perf_counter())
 
+    def fetch(self, ids: Tensor) -> Fetched:
+        return _HostFetched(ids.flatten().numpy().astype(np.int64))
+
     def close(self) -> None:
         self._copier.close()
 
@@ -153,6 +206,14 @@ class HostMark:
 
     def seconds_since(self, earlier: HostMark) -> float:
         return self.at_s - earlier.at_s
+
+
+@dataclass(frozen=True)
+class _HostFetched:
+    values: NDArray[np.int64]
+
+    def wait(self) -> NDArray[np.int64]:
+        return self.values
 
 
 class _HostUpload:

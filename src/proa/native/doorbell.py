@@ -166,6 +166,9 @@ class Counters:
     experts_s: float = 0.0  # for experts
     waited_s: float = 0.0  # its waits for copies
     cpu_wait_s: float = 0.0  # its waits for the CPU's sums
+    decided_s: float = 0.0  # its waits for the division of experts by a layer's routing
+    routed: int = 0  # passes divided by their routing to the end
+    promoted: int = 0  # experts that moved from the ring to slots
     copy_bytes_per_s: float = 0.0  # the present rates, by which passes are divided
     cpu_expert_s: float = 0.0
     cpu_pair_s: float = 0.0

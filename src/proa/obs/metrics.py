@@ -122,6 +122,15 @@ SAMPLED: dict[str, Declared] = {
     "prefill.cpu_wait_seconds": Declared(
         "proa_prefill_cpu_wait_seconds", "counter", "Seconds that the GPU waited for the CPU in these steps"
     ),
+    "prefill.decided_seconds": Declared(
+        "proa_prefill_routing_wait_seconds", "counter", "Seconds that the GPU waited for divisions by routing in them"
+    ),
+    "prefill.routed": Declared(
+        "proa_prefill_routed_steps", "counter", "Prefill steps whose experts were divided by their routing"
+    ),
+    "prefill.promoted": Declared(
+        "proa_prefill_promoted_experts", "counter", "Experts that prefill steps moved from the ring to slots"
+    ),
     "prefill.copy_bytes_per_s": Declared(
         "proa_prefill_copy_bytes_per_second", "gauge", "Rate of copies to the GPU by which prompts are divided"
     ),

@@ -200,7 +200,8 @@ class GpuBuild:
         memory = first_shared(self._hybrid)
         rates = PrefillRates(measured_upload(memory, self._device), try_cpu(memory, self.pool, top_k(self._spec)))
         self._decisions.append(rates_row(rates, memory))
-        return PromptParts(GpuUploads(self._device), gpu.ring_bytes, rates, pass_mode(self._plan))
+        uploads = GpuUploads(self._device, self._plan.max_batch_tokens * top_k(self._spec))
+        return PromptParts(uploads, gpu.ring_bytes, rates, pass_mode(self._plan))
 
     def _co_fetch(self, spaces: GpuSpaces, registered: Registered) -> CoFetch | None:
         """Measure how fast the GPU reads pinned experts in place, unless the plan fixes how many it reads."""

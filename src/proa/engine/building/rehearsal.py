@@ -13,7 +13,9 @@ from functools import partial
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.cache.keys import run_pages
@@ -30,10 +32,10 @@ from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
 from proa.hybrid.model import HybridModel, Parts, PromptParts
 from proa.hybrid.transport import empty_round
-from proa.hybrid.uploads import HostMark, Transfer, Upload
+from proa.hybrid.uploads import Fetched, HostMark, Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
-from proa.machine.cost.prefill import CpuExpertCost, PrefillRates
+from proa.machine.cost.prefill import PROBED_LAYERS, CpuExpertCost, PrefillRates
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
 from proa.native.pool import Pool
@@ -226,12 +228,14 @@ class Stage:
             self._parts(rows)
         else:
             self._pass(rows, _NO_COPIES)
+            self._pass(rows, _NO_COPIES, PROBED_LAYERS)
         if streaming is not None and (streaming.leaves_none or self._hybrid.passes_in_groups):
             self._pass(rows, _ALL_COPIES)
 
-    def _pass(self, rows: int, rates: PrefillRates) -> None:
+    def _pass(self, rows: int, rates: PrefillRates, probed_layers: int = 0) -> None:
+        """probed_layers: that are divided by their routing."""
         if (streaming := self._hybrid.streaming) is not None:
-            streaming.rates = rates
+            streaming.rates, streaming.probed_layers = rates, probed_layers
         self._hybrid.begin_pass(rows, 1)
         self._parts(rows)
 
@@ -292,8 +296,16 @@ class _NoUploads:
     def mark(self) -> HostMark:
         return HostMark(0.0)
 
+    def fetch(self, ids: Tensor) -> Fetched:
+        return _NoIds()
+
     def close(self) -> None:
         pass
+
+
+class _NoIds:
+    def wait(self) -> NDArray[np.int64]:
+        return np.zeros(0, np.int64)
 
 
 class _NoUpload:

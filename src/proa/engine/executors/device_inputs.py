@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.batch import Span
-from proa.engine.executors.host_block import HostBlock
 from proa.engine.executors.page_table import PageTable
 from proa.engine.executors.row_numbers import RowNumbers, ints
+from proa.ops.host_block import HostBlock
 from proa.ops.sizes import input_counts, input_starts
 from proa.ops.table import DeviceBatch
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
-from proa.engine.executors.host_block import HostBlock
 from proa.ops.device_table import DeviceOps
 from proa.ops.draws import BEST, CUT, NO_TOP_K, TOO_MANY, WHOLE, DrawJobs, DrawSpace, Masks, floor_of, inverse_of
+from proa.ops.host_block import HostBlock
 from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT, mask_words
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.edits import LogitEdits

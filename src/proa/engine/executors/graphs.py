@@ -26,7 +26,6 @@ from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.host_block import HostBlock
 from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
@@ -36,6 +35,7 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
+from proa.ops.host_block import HostBlock
 from proa.ops.sizes import FEW_ROWS, buckets
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken

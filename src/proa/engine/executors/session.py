@@ -43,10 +43,9 @@ class Session(Protocol):
     def variant(self) -> int:
         """Changes with what a step launches: a graph captured under another variant must not be replayed."""
 
-    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> None:
         """Begin a step in parts of `tokens` tokens: each MoE layer is launched in `chunks` chunks, in the order of the
-        layers. At most one at a time. Returns the fraction of the experts in RAM that are copied to the device for this
-        step; the CPU computes the others.
+        layers. At most one at a time.
 
         beside: the share of the time that the step would get in turns with other steps, 0.0 if none are expected; the
         device may then compute it alone, beside them. None: it cannot run beside them, because of its size."""
@@ -59,8 +58,9 @@ class Session(Protocol):
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part of the step in parts."""
 
-    def end_pass(self) -> None:
-        """End the step in parts: all parts were launched, or it was cancelled and its launches have ended."""
+    def end_pass(self) -> float:
+        """End the step in parts: all parts were launched, or it was cancelled and its launches have ended. Returns the
+        fraction of the experts in RAM that were copied to the device for it; the CPU computed the others."""
 
     def counters(self) -> Counters:
         """Counters of the CPU's work for the device so far."""
@@ -94,11 +94,11 @@ class NoSession:
     def decoding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> float:
-        return 0.0
+    def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> None:
+        pass
 
     def pause_pass(self) -> None:
         pass
 
-    def end_pass(self) -> None:
-        pass
+    def end_pass(self) -> float:
+        return 0.0

@@ -85,19 +85,16 @@ class WatchedSession:
     def begin_parts(
         self, step: WatchedStep, chunks: int, cells: Cells | None = None, beside: float | None = None
     ) -> Callable[[int], AbstractContextManager[None]]:
-        """Begin a step in parts, as a pass unless it overtakes one or its cells are not streamed; notes how the experts
-        in RAM are computed in it. Returns the context of launches, by the first row of a chunk. beside: see
-        Session.begin_pass."""
+        """Begin a step in parts, as a pass unless it overtakes one or its cells are not streamed. Returns the context
+        of launches, by the first row of a chunk. beside: see Session.begin_pass."""
         if step.overtakes:
             self.begin_step(step)
             return lambda first_row: nullcontext()
         first = step.batch.spans[0]
         if cells is not None and not cells.streams(first.start, first.num_prompt):  # all cells of a step are alike
-            self.begin_step(step)
             return self._session.in_parts
-        streamed = self._session.begin_pass(step.batch.num_tokens, chunks, beside)
+        self._session.begin_pass(step.batch.num_tokens, chunks, beside)
         step.alone = self._session.pass_is_alone
-        step.streamed = streamed if self._session.has_experts else None
         return self._session.in_parts
 
     def decoding(self) -> AbstractContextManager[None]:
@@ -192,9 +189,11 @@ class WatchedSession:
             return self.faults_between(step.batch.spans, bad)
 
     def end_parts(self, step: WatchedStep) -> None:
-        """End a step in parts: all parts were launched, or it was cancelled and its launches have ended."""
+        """End a step in parts: all parts were launched, or it was cancelled and its launches have ended. Notes how the
+        experts in RAM were computed in it."""
         if not step.overtakes:
-            self._session.end_pass()
+            streamed = self._session.end_pass()
+            step.streamed = streamed if self._session.has_experts else None
 
     def forget_parts(self, step: WatchedStep) -> None:
         """Discard the notes about a step in parts that was cancelled."""

@@ -154,3 +154,22 @@ class Heat:
     def swaps(self, resident: Flags, movable: Flags) -> list[Swap]:
         """See `choose_swaps`, by the best half-life and the present threshold."""
         return choose_swaps(self.heat, resident, movable, self.threshold)
+
+    def foreseen(self, layer: int, chosen: NDArray[np.int64], tokens: int) -> Heats:
+        """The heat that the layer's experts will have after `observe` of this choice, by the best half-life. chosen: of
+        each expert, by `tokens` tokens."""
+        half_life = HALF_LIVES_TOKENS[self.best_half_life]
+        counted = min(tokens, MOST_HALF_LIVES * half_life)
+        kept: Heats = self.heat[layer, : len(chosen)] * np.float32(0.5 ** (counted / half_life))
+        return kept + chosen.astype(np.float32) * np.float32(counted / tokens)
+
+    def swaps_of(self, layer: int, heat: Heats, resident: Flags, movable: Flags, most: int) -> list[Swap]:
+        """Up to `most` swaps of one layer, by this heat of its experts and the present threshold. Arrays: [experts]."""
+        resident, found = resident.copy(), list[Swap]()
+        while len(found) < most:
+            swaps = choose_swaps(heat[None], resident[None], movable[None], self.threshold)
+            if not swaps:
+                break
+            found.append(Swap(layer, swaps[0].promote, swaps[0].evict))
+            resident[[swaps[0].promote, swaps[0].evict]] = True, False
+        return found

@@ -1,14 +1,24 @@
 """Divides the experts of a layer that lie in RAM for a prompt: some are copied to the GPU over PCIe, the CPU computes
-the others meanwhile. Belongs here: the division at which both end together, from measured rates.
+the others meanwhile. Belongs here: the division at which both end together, from measured rates: before the layer's
+routing is known, with all experts alike, or by the tokens of each expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 
-HALF = 0.5  # weight of the latest measurement
+import numpy as np
+from numpy.typing import NDArray
+
+HALF = 0.5  # weight of the latest measurement, of a pass
+LAYER = 0.25  # and of one layer
 ABOUT = 1.03  # divisions that take this much longer than the fastest count as equally fast
+DECIDE_S = 2e-4  # of reading a layer's routing and dividing its experts by it, until that is measured
+LEAD = 1.25  # copies queued before the routing is known take so many times as long as the GPU is expected to need
+LEAST_HEAD = 0.25  # of the experts that are expected to be copied, queued before the routing is known
+PROBED_LAYERS = 2  # of a pass, divided by their routing, after which it shows whether that gains in this prompt
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -47,6 +57,14 @@ class PrefillRates:
     copy_bytes_per_s: float  # RAM to VRAM, while the CPU computes
     cpu: CpuExpertCost
     gpu_s: Mapping[int, GpuCost] = field(default_factory=dict)  # by the number of bits of the number of tokens
+    decide_s: float = DECIDE_S  # from a layer's routing until the GPU and the CPU go on by it
+    by_tokens: CpuExpertCost | None = None  # the CPU's, if the tokens of each expert are known; None: not measured yet
+
+    @property
+    def counted_cpu(self) -> CpuExpertCost:
+        """The CPU's cost for experts whose tokens are known. With `cpu` all count as alike, though those that are left
+        to the CPU have fewer tokens than others: it is lower where a few are hot."""
+        return self.by_tokens or self.cpu
 
     def gpu(self, tokens: int) -> GpuCost:
         """The GPU's time for `tokens` tokens of a layer, as measured for about as many; 0 before that."""
@@ -55,12 +73,19 @@ class PrefillRates:
         near = min(self.gpu_s, key=lambda bits: abs(bits - tokens.bit_length()))
         return self.gpu_s[near].scaled(max(1.0, tokens / (1 << near)))
 
-    def after_copies(self, nbytes: int, took_s: float) -> PrefillRates:
+    def after_copies(self, nbytes: int, took_s: float, weight: float = HALF) -> PrefillRates:
         """The rates after copies of `nbytes` that took this long."""
         if nbytes <= 0 or took_s <= 0:
             return self
         factor = _bounded(nbytes / took_s / self.copy_bytes_per_s)
-        return replace(self, copy_bytes_per_s=self.copy_bytes_per_s * (1 + HALF * (factor - 1)))
+        return replace(self, copy_bytes_per_s=self.copy_bytes_per_s * (1 + weight * (factor - 1)))
+
+    def after_counted_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
+        """The rates after a CPU job of a layer, whose tokens were known, took this long."""
+        if predicted_s <= 0 or took_s <= 0:
+            return self
+        factor = 1 + LAYER * (_bounded(took_s / predicted_s) - 1)
+        return replace(self, by_tokens=self.counted_cpu.scaled(factor))
 
     def after_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
         """The rates after CPU jobs of a prompt that took this long, and were predicted to take predicted_s."""
@@ -75,6 +100,10 @@ class PrefillRates:
         before = self.gpu_s.get(bits, now)
         mean = GpuCost((before.own_s + now.own_s) / 2, (before.experts_s + now.experts_s) / 2)
         return replace(self, gpu_s={**self.gpu_s, bits: mean})
+
+    def after_decisions(self, count: int, took_s: float) -> PrefillRates:
+        """The rates after `count` layers were divided by their routing, for which the device waited took_s in all."""
+        return replace(self, decide_s=(self.decide_s + took_s / count) / 2) if count else self
 
 
 def _bounded(factor: float) -> float:
@@ -137,3 +166,62 @@ def divisions(
         return Division(streamed, copies_s, cpu_s, jobs * gpu.own_s + max(cpu_s, jobs * gpu.experts_s))
 
     return [at(streamed) for streamed in range(experts + 1)]
+
+
+Tokens = NDArray[np.int64]  # of each expert of a layer in RAM
+
+
+@dataclass(frozen=True)
+class RoutedDivision:
+    """A layer's experts divided by their tokens. more: indices of those that are copied besides those whose copies had
+    been started; of: the layer's experts and times."""
+
+    more: tuple[int, ...]
+    of: Division
+
+
+def divide_routed(
+    tokens_of: Tokens, started: NDArray[np.bool_], expert_bytes: int, tokens: int, rates: PrefillRates,
+    queued_s: float,
+) -> RoutedDivision:  # fmt: skip
+    """Divide the experts whose copies have not started: of those that a token chose, the ones with most tokens are
+    copied, so that copies and the CPU end together. Each crosses PCIe in the same time, so no other set is better.
+
+    tokens_of: tokens of each expert; started: whether its copy has; tokens: of the layer; queued_s: until the copies
+    that were started have arrived. Of divisions about as fast as the fastest, the one with the most copies is taken.
+    """
+    gpu, copy_s = rates.gpu(tokens), expert_bytes / rates.copy_bytes_per_s
+    rest = np.flatnonzero(~started & (tokens_of > 0))
+    rest = rest[np.argsort(-tokens_of[rest], kind="stable")]
+    more = np.arange(len(rest) + 1)
+    pairs = np.concatenate([[0], np.cumsum(tokens_of[rest])])
+    cpu_s = rates.counted_cpu.expert_s * (len(rest) - more) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
+    ends_s = np.maximum(cpu_s, queued_s + more * copy_s + gpu.experts_s)
+    taken = int(np.flatnonzero(ends_s <= ABOUT * ends_s.min())[-1])
+    streamed = int(started.sum()) + taken
+    computed_s = gpu.own_s + rates.decide_s + float(ends_s[taken])
+    return RoutedDivision(
+        tuple(rest[:taken].tolist()), Division(streamed, streamed * copy_s, float(cpu_s[taken]), computed_s)
+    )
+
+
+def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> int:
+    """Of `experts` that will probably be copied, how many are queued before the layer's routing is known: so many that
+    PCIe is busy until the host has divided the others."""
+    gpu = rates.gpu(tokens)
+    wait_s = LEAD * (gpu.own_s + gpu.experts_s + rates.decide_s)
+    lead = max(LEAST_HEAD * experts, wait_s * rates.copy_bytes_per_s / expert_bytes)
+    return min(experts, ceil(lead))
+
+
+def routing_gain_s(
+    tokens_of: Tokens, routed: Division, expert_bytes: int, tokens: int, rates: PrefillRates
+) -> float:  # fmt: skip
+    """By how much a layer ends earlier if it is divided by its routing, than by the best number of experts to copy,
+    taken in this order: a division beforehand comes near that, as rates adapt to it. tokens_of: of each expert."""
+    gpu, copied = rates.gpu(tokens), np.arange(len(tokens_of) + 1)
+    read, pairs = (np.concatenate([[0], np.cumsum(of)]) for of in (tokens_of > 0, tokens_of))
+    cpu_s = rates.counted_cpu.expert_s * (read[-1] - read) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
+    copies_s = copied * expert_bytes / rates.copy_bytes_per_s
+    before_s = float(np.maximum(copies_s, gpu.own_s + np.maximum(cpu_s, gpu.experts_s)).min())
+    return before_s - max(routed.copies_s, gpu.own_s + rates.decide_s + max(routed.cpu_s, gpu.experts_s))

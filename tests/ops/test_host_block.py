@@ -1,11 +1,11 @@
-"""Blocks of host memory that are copied to a device in launch order."""
+"""Blocks of host memory that are copied to a device, or filled by it, in launch order."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from proa.engine.executors.host_block import HostBlock
+from proa.ops.host_block import HostBlock, Sender, copy_on_device
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -24,6 +24,36 @@ def test_rows_are_copied(device: str, dtype: torch.dtype, shape: tuple[int, ...]
         end = shape[0] if count is None else count
         assert torch.equal(target[:end].cpu(), block.host[:end])
         assert (target[end:] == -7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_read_back(device: str) -> None:
+    block = HostBlock((12,), torch.int32, torch.device(device))
+    ids = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    block.copy_from(ids)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert block.host.tolist() == [*range(8), 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_sent_may_change_at_once(device: str) -> None:
+    sender, source = Sender(), torch.zeros(3, 1000, dtype=torch.int32)
+    targets = [torch.full((3, 1000), -1, dtype=torch.int32, device=device) for _ in range(20)]
+    for number, target in enumerate(targets):
+        source.fill_(number)
+        sender.send(source, target)
+        source.fill_(-7)
+    assert [bool((target == number).all()) for number, target in enumerate(targets)] == [True] * 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("first", "nbytes"), [(0, 4096), (8, 4096), (3, 4096), (0, 4099)])
+def test_bytes_are_copied_on_a_device(first: int, nbytes: int, device: str) -> None:
+    memory = torch.arange(5000, device=device).to(torch.uint8)
+    target = torch.zeros(3, nbytes, dtype=torch.uint8, device=device)[1]
+    copy_on_device(memory[first : first + nbytes], target)
+    assert torch.equal(target, memory[first : first + nbytes])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,261 @@
+"""Prompts whose experts are divided by their routing, and experts that they move from the ring to slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, loader, passed, spans
+from hybrid_engines import Kept, Split
+from proa.engine.executors.batch import Span, StepBatch
+from proa.engine.executors.executor import Executor
+from proa.hybrid.streaming import Streaming
+from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
+from proa.models.ranks import CPU
+from proa.native.pool import Pool
+from teacher_forced import prompts
+
+WHOLE = 1 << 22  # bytes of a ring whose banks hold a layer's experts
+EQUAL_SIDES = PrefillRates(1e9, CpuExpertCost(1e-5, 1e-7))
+NO_COPIES = Division(0, 0.0, 1.0)
+FAST_LINK, FAST_CPU = PrefillRates(1e12, CpuExpertCost(1.0, 1.0)), PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    with loader(pool, tmp_path_factory.mktemp("routed")) as made:
+        yield made
+
+
+def streaming_of(keep: list[Kept]) -> Streaming:
+    found = keep[0].hybrid.streaming
+    assert found is not None
+    return found
+
+
+def decode(executor: Executor[Any], at: int) -> None:
+    """Compute a decode step of another sequence."""
+    pages = CONTEXT // PAGE_TOKENS
+    step = executor.launch(StepBatch([Span([7 + at], at, list(range(2 * pages, 3 * pages)), 1, 2)]))
+    executor.sample(step, (), ())
+    assert executor.wait(step).faults == {}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("every", [True, False])
+def test_logits_are_those_of_the_cpu(family: str, every: bool, device: str, load: Load) -> None:
+    """At any rates: all of the tail copied, none, some; with experts that no token chooses."""
+    batch = StepBatch(spans(prompts([70, 9, 50])))
+    want = passed(load(family, Split(0.25), device, rows=192, every=every), batch)
+    keep: list[Kept] = []
+    split = Split(0.25, prefill="routed", ring_bytes=WHOLE)
+    executor = load(family, split, device, rows=192, keep=keep, every=every)
+    for rates in (FAST_LINK, FAST_CPU, EQUAL_SIDES):
+        streaming_of(keep).rates = rates
+        got = passed(executor, batch)
+        if device == "sim":  # the same kernels compute the experts, wherever
+            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
+        assert (got - want).abs().mean() < 0.01
+    assert streaming_of(keep).totals.routed == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_expert_that_no_token_chose_does_not_cross(device: str, load: Load) -> None:
+    """One token of two experts in each layer, without a head: these are copied, or the CPU computes them."""
+    keep: list[Kept] = []
+    split = Split(0.0, prefill="routed", ring_bytes=WHOLE)
+    executor = load("qwen3-moe", split, device, rows=192, keep=keep, every=False)
+    streaming, hybrid = streaming_of(keep), keep[0].hybrid
+    streaming.rates = FAST_LINK
+    layers, shape = len(hybrid.layers), hybrid.layers[0].memory.shape
+    top_k = streaming._asked.top_k
+    jobs = executor.counters().jobs
+    streaming._divide = lambda layer, tokens, chunks: NO_COPIES
+    passed(executor, StepBatch(spans([[5]])))
+    totals = streaming.totals
+    assert totals.streamed == layers * top_k
+    assert totals.streamed_bytes == totals.streamed * (shape.up.matrix_bytes + shape.down.matrix_bytes)
+    assert totals.streamed + totals.left_to_cpu == layers * len(hybrid.layers[0].memory.in_ram)
+    assert executor.counters().jobs == jobs, "the CPU has no pair"
+    streaming.rates = FAST_CPU
+    passed(executor, StepBatch(spans([[5]])))
+    assert totals.streamed == layers * top_k
+    assert executor.counters().jobs == jobs + layers
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "ring"), [(48, WHOLE), (192, FEW["qwen3-moe"])])
+def test_passes_of_several_chunks_or_groups_are_divided_beforehand(
+    rows: int, ring: int, device: str, load: Load
+) -> None:
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.25, prefill="routed", ring_bytes=ring), device, rows=rows, keep=keep)
+    passed(executor, StepBatch(spans(prompts([100]))))
+    assert streaming_of(keep).totals.routed == 0
+    assert streaming_of(keep).totals.passes == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_goes_on_so_only_where_that_gains(
+    family: str, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer shows it: then the others are divided by their routing, or as before, with equal logits."""
+    batch = StepBatch(spans(prompts([70, 9, 50])))
+    want = passed(load(family, Split(0.25), device, rows=192), batch)
+    keep: list[Kept] = []
+    split = Split(0.25, prefill="auto", ring_bytes=WHOLE)
+    executor = load(family, split, device, rows=192, keep=keep)
+    streaming, in_ram = streaming_of(keep), sum(len(layer.memory.in_ram) for layer in keep[0].hybrid.layers)
+    asked = list[int]()
+    gained_s = 0.0
+
+    def gain_s(tokens_of: Any, *_: object) -> float:
+        asked.append(len(tokens_of))
+        return gained_s
+
+    monkeypatch.setattr("proa.hybrid.streaming.routing_gain_s", gain_s)
+    layers = len(streaming._streamed)
+    assert layers > 1
+    for number, (probed, gained_s, routed) in enumerate([(0, 1.0, 0), (1, -1.0, 1), (1, 1.0, layers)], 1):  # noqa: B007
+        streaming.probed_layers, streaming.rates, asked[:] = probed, EQUAL_SIDES, []
+        before = streaming.totals.routed
+        got = passed(executor, batch)
+        if device == "sim":
+            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
+        assert (got - want).abs().mean() < 0.01
+        assert len(asked) == routed
+        assert streaming.totals.routed - before == (routed == layers)
+        assert streaming.totals.streamed + streaming.totals.left_to_cpu == number * in_ram
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> None:
+    executor = load("qwen3-next", Split(0.25, prefill="routed", ring_bytes=WHOLE), device, rows=192)
+    batch = StepBatch(spans(prompts([120])))
+    want = passed(executor, batch)
+    for units in (0, 1, 3):
+        step = executor.launch(StepBatch(spans(prompts([90]))), in_parts=True)
+        executor.advance(step, units)
+        executor.cancel(step)
+    again = passed(executor, batch)
+    torch.testing.assert_close(again, want, atol=0.12, rtol=0.05)  # the rates change the division
+    assert (again - want).abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_prediction_is_that_of_the_division(device: str, load: Load) -> None:
+    """Split, times and their prediction are metrics of routed passes too."""
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.25, prefill="routed", ring_bytes=WHOLE), device, rows=192, keep=keep)
+    streaming, before = streaming_of(keep), executor.counters()
+    for _ in range(3):
+        passed(executor, StepBatch(spans(prompts([150]))))
+    now = executor.counters()
+    in_ram = sum(len(layer.memory.in_ram) for layer in keep[0].hybrid.layers)
+    assert now.streamed + now.left_to_cpu == 3 * in_ram
+    assert (now.passes, now.routed, now.pass_tokens) == (3, 3, 450)
+    assert now.predicted_s > before.predicted_s == 0
+    assert now.took_s >= now.own_s + now.decided_s > now.decided_s > 0
+    rates = streaming.rates
+    assert rates.gpu_s
+    assert rates.decide_s != PrefillRates(1.0, rates.cpu).decide_s
+    assert (rates.copy_bytes_per_s, rates.cpu) != (1e9, CpuExpertCost(1e-4, 1e-6))
+
+
+def check_slots(hybrid: Any) -> None:
+    """The experts that the tables map to the device lie there, byte for byte as in RAM."""
+    for number, layer in enumerate(hybrid.layers):
+        memory, where = layer.memory, hybrid.moves._where[number]
+        up, cpu = (of.cpu() for of in (hybrid.tables.residency[number].up, hybrid.tables.residency[number].cpu))
+        assert sorted(where.slot_of) == (up != 0).nonzero().flatten().tolist() == hybrid.moves.resident(number)
+        assert ((up != 0) ^ (cpu >= 0)).all()
+        for expert, slot in where.slot_of.items():
+            assert up[expert] == slot.up.data_ptr()
+            for to, packed in slot.parts(*memory.in_place(memory.number_of[expert])):
+                assert torch.equal(to.cpu(), packed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_a_prompt_made_hot_take_slots(family: str, device: str, load: Load) -> None:
+    """A prompt of one token, again and again: its experts get slots from the ring, without crossing PCIe for it, while
+    decode steps run between the parts; all logits are those of the CPU."""
+    rows, batch = 192, StepBatch(spans([[9] * 120]))
+    want = passed(load(family, Split(0.25), device, rows=rows, every=False), batch)
+    keep: list[Kept] = []
+    split = Split(0.25, inclusive=True, spare=1, prefill="routed", ring_bytes=WHOLE)
+    executor = load(family, split, device, rows=rows, keep=keep, every=False)
+    hybrid, streaming = keep[0].hybrid, streaming_of(keep)
+    streaming.rates = FAST_LINK  # all are streamed
+    assert hybrid.moves is not None
+    before, position = [hybrid.moves.resident(i) for i in range(len(hybrid.layers))], iter(range(100))
+    got = passed(executor, batch, lambda: decode(executor, next(position)))
+    assert streaming.totals.promoted > 0
+    assert [hybrid.moves.resident(i) for i in range(len(hybrid.layers))] != before
+    decode(executor, next(position))  # publishes the tables
+    check_slots(hybrid)
+    for layer in range(len(hybrid.layers)):
+        heat, resident = hybrid.moves.heat.heat[layer], hybrid.moves.resident(layer)
+        outside = [expert for expert in range(len(heat)) if expert not in resident]
+        assert len(resident) == len(before[layer])
+        assert heat[resident].min() > 0.8 * heat[outside].max(), "more experts than slots are equally hot"
+    again = passed(executor, batch, lambda: decode(executor, next(position)))
+    for logits in (got, again):
+        torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
+        assert (logits - want).abs().mean() < 0.01
+
+
+def places(hybrid: Any) -> list[list[list[torch.Tensor]]]:
+    """Bytes of each expert, where the tables map it: [layer][expert][part]."""
+    found = []
+    for number, layer in enumerate(hybrid.layers):
+        where, owners = hybrid.moves._where[number], hybrid.tables.owners[number]
+        found.append([
+            [part.flatten().cpu().clone() for part in (where.slot_of[e].up, where.slot_of[e].down)] if owners[e] != CPU
+            else [torch.cat([*spans]).clone() for spans in layer.memory.in_place(where.number_of[e])]
+            for e in range(layer.memory.experts)
+        ])  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_copies_in_ram_a_promotion_is_a_move(family: str, device: str, load: Load) -> None:
+    """At most as many as there are spare slots in a pass, whose tables stay; later the evicted ones are copied to RAM,
+    and each expert has its own bytes."""
+    batch = StepBatch(spans([[9] * 120]))
+    want = passed(load(family, Split(0.25), device, rows=192, every=False), batch)
+    keep: list[Kept] = []
+    split = Split(0.25, spare=1, prefill="routed", ring_bytes=WHOLE)
+    executor = load(family, split, device, rows=192, keep=keep, every=False)
+    hybrid, streaming = keep[0].hybrid, streaming_of(keep)
+    streaming.rates = FAST_LINK
+    before, owners = places(hybrid), hybrid.tables.owners.copy()
+    got = passed(executor, batch)
+    assert streaming.totals.promoted == 1
+    assert (hybrid.tables.owners == owners).all()
+    for at in range(40):
+        decode(executor, at)
+        time.sleep(0.001)  # gives copies time
+    assert hybrid.moves.moved.experts >= 1
+    assert (hybrid.tables.owners != owners).any()
+    for layer, layer_before in zip(places(hybrid), before, strict=True):
+        for now, then in zip(layer, layer_before, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    for logits in (got, passed(executor, batch)):
+        torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
+        assert (logits - want).abs().mean() < 0.01
