@@ -124,7 +124,7 @@ def set_way(engine: Engine, way: str, at_first: Queues) -> object:
     prompts, hybrid = at_first.prompts, executor._session._session  # type: ignore[attr-defined]
     vars(hybrid).pop("_pause_co_fetch", None)
     if way == "turns":
-        launch = type(runner).launch_beside
+        launch, hybrid._pause_co_fetch = type(runner).launch_beside, lambda: None
         runner.runs_beside = lambda flight: False  # type: ignore[method-assign]
         runner.launch_beside = lambda plan, share: launch(runner, plan, 0.0)  # type: ignore[method-assign]
     elif way == "co-fetch":

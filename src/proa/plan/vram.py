@@ -186,10 +186,12 @@ def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> 
 
 
 def beside_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
-    """Bytes on the GPU for prompts beside decode steps, on a stream of their own: cuBLAS's workspace and segments of
-    the allocator once more, and workspaces of experts for the few rows of decode steps."""
+    """Bytes on the GPU for prompts beside decode steps, on a stream of their own: cuBLAS's workspace, segments of the
+    allocator and sums of packed linear layers once more, and workspaces of experts for the few rows of decode steps."""
     few = min(batch_tokens, sizes.FEW_ROWS - 1)
-    return CUBLAS_BYTES + ALLOCATOR_BYTES // 2 + experts_bytes(spec, stored, few)
+    packed = linear_bytes(spec, stored).keys() - {Format.BF16}
+    sums = LINEAR_PARTIAL_BYTES if packed else 0
+    return CUBLAS_BYTES + ALLOCATOR_BYTES // 2 + sums + experts_bytes(spec, stored, few)
 
 
 def _padded_columns(ffn: Moe, down: Form) -> int:
