@@ -182,7 +182,8 @@ class Streaming:
         the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
-        alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
+        whole = beside is not None and self._asked.mode != "routed"
+        alone = whole and all(map(self._is_whole, self._streamed, divisions))
         routed = not alone and self._is_routed(tokens, chunks)
         promotes &= not alone  # decode steps that run at the same time may read the slots
         heat = self._seen if heat is None else heat
