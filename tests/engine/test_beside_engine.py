@@ -195,8 +195,7 @@ def test_a_short_prompt_overtakes_one_beside_decode(kind: str, make: Make) -> No
     one = make(kind, "qwen3-moe", over_rows=8)
     one.decode(2, 60)
     one.engine.submit(request("long", prompt(one.size.long), 4))
-    while not one.engine._turns.progress():
-        one.engine.step()
+    until_the_prompt_is_under_way(one)
     one.engine.submit(request("short", prompt(7, 3), 4))
     events = []
     while one.engine.has_work:
@@ -213,6 +212,13 @@ def test_a_short_prompt_overtakes_one_beside_decode(kind: str, make: Make) -> No
         assert tokens_of(finish_all(plain.engine)[name])[0] == tokens_of([e for e in events if e.id == name])[0]
 
 
+def until_the_prompt_is_under_way(one: Beside) -> None:
+    while not one.engine._turns.progress():
+        if not one.engine.has_work:
+            pytest.skip("the device computed the whole prompt within one decode step")
+        one.engine.step()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", ["long", "d0"])
 def test_nan_ends_only_its_request(kind: str, broken: str, make: Make) -> None:
@@ -222,8 +228,7 @@ def test_nan_ends_only_its_request(kind: str, broken: str, make: Make) -> None:
     finish_all(one.engine)
     one.decode(2, 60)
     one.engine.submit(request("long", [*prompt(PAGE_TOKENS * 4, 11), *prompt(one.size.long - 16)], 6))
-    while not one.engine._turns.progress():
-        one.engine.step()
+    until_the_prompt_is_under_way(one)
     poison(one, broken)
     ends = {name: of[-1] for name, of in finish_all(one.engine).items()}
     assert {name for name, end in ends.items() if end.finish == "error"} == {broken}
