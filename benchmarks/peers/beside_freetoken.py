@@ -368,7 +368,8 @@ def _print(
     for c in cells:
         if c.freetoken_profiles:
             each = ", ".join(f"{p['cpu_beside_pcie']:.0f} and {p['pcie_beside_cpu']:.0f}" for p in c.freetoken_profiles)
-            console.print(f"FreeToken's profile before {c.mode}, {c.requests}, GB/s of CPU and link together: {each}")
+            number = c.requests if isinstance(c, Cell) else c.tokens
+            console.print(f"FreeToken's profile before {c.mode}, {number}, GB/s of CPU and link together: {each}")
     for line in (*(f"note: {note}" for note in notes), ", ".join(f"{name} {fact}" for name, fact in facts.items())):
         console.print(line, markup=False)
 

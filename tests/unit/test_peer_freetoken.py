@@ -328,7 +328,7 @@ def run_beside(
 
     def commands(options: object, mode: str, kept: Path, *, first: bool) -> dict[str, list[str]]:
         asked.append(mode)
-        return made[len(asked) - 1]
+        return made[(len(asked) - 1) % len(made)]
 
     monkeypatch.setattr(beside, "commands", commands)
     monkeypatch.setattr(beside, "ram_meter", lambda asked: lambda: ram_of(1e9))
@@ -367,11 +367,16 @@ def test_times_to_the_first_token(
         return {"proa": printing({"figures": figures}), "freetoken": printing(row)}
 
     made = [pair(0.2, 0.5), pair(0.25, 0.25), pair(0.1, 0.2)]
-    run_beside(beside, monkeypatch, made, f"--keep={tmp_path}", "--prefill=64", "--modes=hybrid")
+    argv = (f"--keep={tmp_path}", "--prefill=64", "--modes=hybrid")
+    run_beside(beside, monkeypatch, made, *argv)
     (cell,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (cell["mode"], cell["tokens"], cell["proa_ttft_s"], cell["freetoken_ttft_s"]) == ("hybrid", 64, 0.2, 0.25)
     assert (cell["ratios"], cell["ratio"]) == ([2.5, 1.0, 2.0], 2.0)
     assert (cell["proa_streamed_share"], cell["machine"]["pcie"]) == (0.25, [5e10] * 3)
+    beside.run(["--requests=1", *argv])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("│ 64 │ 200 │ 250 │ 2.00 │ 2.50 1.00 2.00 │ 25% │", "before hybrid, 64, GB/s"):
+        assert text in shown, text
 
 
 def test_fewer_than_three_rounds_are_refused(beside: ModuleType) -> None:
