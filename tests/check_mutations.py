@@ -37,6 +37,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.runtime import HybridExperts, InGroups
 from proa.hybrid.streaming import Streaming
 from proa.hybrid.tables import Tables
+from proa.hybrid.transport import Transport
 from proa.models.ranks import CPU
 from proa.ops.cpu import CpuExperts, CpuOps, CpuUnderway
 from proa.weights.coded import CodedFiles
@@ -275,11 +276,11 @@ def lost_sum_beside_groups(patch: Patch) -> None:
     """The CPU's sum of one layer is taken, but not added to those of the groups."""
     take = InGroups._take
 
-    def lost(self: InGroups) -> None:
+    def lost(self: InGroups, transport: Transport) -> None:
         before = self._total
         self._total = None if before is None else before.clone()
         kept = self._total
-        take(self)
+        take(self, transport)
         if self._layer == LAYER:
             self._total = kept if before is None else before
 

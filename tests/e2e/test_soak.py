@@ -19,7 +19,7 @@ import torch
 
 from gpu_llm import launched, make_model
 from proa.engine.executors.page_tiers import READERS
-from proa.engine.stats import Stats
+from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import QueueFull
 from proa.llm import AsyncLLM
 from proa.types import SamplingParams
@@ -110,11 +110,15 @@ class Traffic:
 
 
 async def idle(llm: AsyncLLM) -> None:
-    """Wait until the engine is idle: cancelled requests end only with the next step."""
+    """Wait until the engine is idle: cancelled requests end only with the next step, copies of pages to files later."""
     end = time.monotonic() + 10
-    while llm.engine.stats.scheduler.running or llm.engine.stats.scheduler.waiting:
+    while not is_idle(llm.engine.stats.scheduler):
         assert time.monotonic() < end, llm.engine.stats
         await asyncio.sleep(0.02)
+
+
+def is_idle(stats: SchedulerStats) -> bool:
+    return not (stats.running or stats.waiting) and stats.pages_free + stats.pages_cached == stats.pages_total
 
 
 def check_tiers(stats: Stats, gpu: str) -> None:

@@ -15,7 +15,7 @@ from proa.cache.pool import allocate_pool
 from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepBatch, StepResult
 from proa.engine.executors.clock import Stage
-from proa.engine.executors.eager import EagerExecutor, EagerStep
+from proa.engine.executors.eager import EagerExecutor, EagerStep, LikeGpu
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
@@ -33,7 +33,7 @@ class FollowingExecutor(EagerExecutor):
     that the next step continues with another token; `broken_at`: a position at which all logits are NaN."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args, overlap=True)
+        super().__init__(*args, like=LikeGpu(overlap=True))
         self.late: Callable[[Row], bool] = lambda row: False
         self.broken_at = -1
         self.rows: list[int] = []  # one entry for each step launched ahead

@@ -9,7 +9,7 @@ import pytest
 
 from proa.engine.ipc import Abort, FromEngine, Shutdown, Submit, ToEngine
 from proa.engine.processes.channel import Channel
-from proa.engine.processes.loop import CHECK_AFTER_MS, IDLE_POLL_MS, serve
+from proa.engine.processes.loop import CHECK_AFTER_MS, IDLE_POLL_MS, POLL_MS, serve
 from proa.types import EngineRequest, Sampling
 
 LATER = "later"
@@ -90,3 +90,30 @@ def test_pages_are_checked_when_no_request_can_wait_for_it(script: Script, done:
     admission = SimpleNamespace(holds=False, submit=engine.submit, release=list, abort=lambda name: True)
     serve(cast(Any, admission), cast(Any, engine), cast(Channel, ScriptedChannel(list(script), found)))
     assert found == done
+
+
+class CopyingEngine(OneStepEngine):
+    """Copies of a step's pages end at the second look after it."""
+
+    looks = 0
+
+    def step(self) -> list[Any]:
+        self.looks = 2
+        return super().step()
+
+    def keep_up(self) -> bool:
+        self.looks -= self.looks > 0
+        return self.looks > 0
+
+    def stats(self) -> None:
+        self._done.append("stats")
+
+
+def test_statistics_follow_when_copies_give_their_pages_back() -> None:
+    """Seen: an idle engine reported pages as used that copies to files had held during its last step."""
+    found: list[str] = []
+    engine = CopyingEngine(found)
+    admission = SimpleNamespace(holds=False, submit=engine.submit, release=list, abort=lambda name: True)
+    script: Script = [REQUEST, None, None, Shutdown()]
+    serve(cast(Any, admission), cast(Any, engine), cast(Channel, ScriptedChannel(script, found)))
+    assert found == ["stats", "step", "stats", f"waited {POLL_MS}", "stats", ONCE, "check", "settle"]

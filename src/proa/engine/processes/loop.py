@@ -83,9 +83,13 @@ def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
     """Handle all pending messages, then run one step; repeat until Shutdown."""
     channel.send(engine.stats())
     unchecked = False  # steps were computed since the pages were checked
+    copying = False  # pages were held by copies at the last look, so the last statistics count them as used
     while True:
         if not engine.has_work:
-            busy = engine.keep_up() or admission.holds
+            copied, copying = copying, engine.keep_up()
+            if copied and not copying:
+                channel.send(engine.stats())
+            busy = copying or admission.holds
             came = channel.wait(POLL_MS if busy else CHECK_AFTER_MS if unchecked else IDLE_POLL_MS)
             if unchecked and not busy and not came:
                 engine.scheduler.check()
