@@ -31,7 +31,7 @@ class HostQueue:
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def mark(self, *, timed: bool = False) -> HostMark:
+    def mark(self, *, timed: bool = False) -> Mark:
         return HostMark()
 
     def after(self, mark: Mark) -> None:

@@ -52,7 +52,7 @@ class Case:
 
     @property
     def longest_tokens(self) -> int:
-        """Of all prompts together that are computed at once."""
+        """Most tokens of a chunk: the prompts that decode together are computed in one, and so is the longest prompt."""
         return max(max(self.counts) * self.prompt_tokens, *self.prefill, 8192)
 
     @property

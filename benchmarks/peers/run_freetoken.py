@@ -81,12 +81,12 @@ class Options:
     json: bool = option(False, help="one object a number of requests instead of a table", common=True)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One number of requests; rates are medians of `runs`. Shares are fractions of 1, null where there is none.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What ran. Shares are fractions of 1, null where there is none.
 
     resident_share: experts that the cache in VRAM holds; fetch_share: of a step's missing experts, those that are read
-    over the link instead of by the CPU; hit_share: counted, with --misses.
+    over the link instead of by the CPU.
     """
 
     peer: str
@@ -94,13 +94,6 @@ class Row:
     layers: int
     format: str
     mode: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    tokens_per_s: float
-    tokens_per_s_runs: list[float]
-    step_ms: float
-    hit_share: float | None
     resident_share: float
     fetch_share: float | None
     cpu_threads: int | None
@@ -113,28 +106,26 @@ class Row:
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """One length of prompts, each alone: seconds to the first token, median and all of `runs`. The rest as in Row."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Facts):
+    """One number of requests; rates are medians of `runs`. hit_share: counted, with --misses."""
 
-    peer: str
-    shape: str
-    layers: int
-    format: str
-    mode: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    tokens_per_s: float
+    tokens_per_s_runs: list[float]
+    step_ms: float
+    hit_share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(Facts):
+    """One length of prompts, each alone: seconds to the first token, median and all of `runs`."""
+
     tokens: int
     ttft_s: float
     ttft_s_runs: list[float]
-    resident_share: float
-    fetch_share: float | None
-    cpu_threads: int | None
-    cpu_isa: str | None
-    attention: str
-    load_s: float
-    vram_bytes: int
-    rates: list[dict[str, Any]]
-    cpu: str
-    notes: list[str]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -171,30 +162,28 @@ def _measure(
         model, shape, options.mode, share, threads, counts, options.prompt_tokens, options.output_tokens, lengths
     )
     program = Program(case)
+    common = dict(peer=peer, rates=rates, cpu=probe().cpu, notes=notes, shape=shape.name, layers=shape.layers,
+                  format=options.format, mode=options.mode)  # fmt: skip
     if lengths:
         firsts = program.first_tokens(options.runs)
-        common = dict(peer=peer, rates=rates, cpu=probe().cpu, notes=notes, shape=shape.name, layers=shape.layers,
-                      format=options.format, mode=options.mode, **program.facts())  # fmt: skip
         return [
-            PromptRow(tokens=tokens, ttft_s=median(seconds), ttft_s_runs=seconds, **common)
+            PromptRow(tokens=tokens, ttft_s=median(seconds), ttft_s_runs=seconds, **common, **program.facts())
             for tokens, seconds in firsts.items()
         ]
     measured = program.measure(options.runs)
-    facts = program.facts()
+    common |= program.facts()
     return [
-        _row(options, shape, found, program.misses(count) if options.misses else None, peer=peer, rates=rates,
-             cpu=probe().cpu, notes=notes, **facts)
+        _row(options, found, program.misses(count) if options.misses else None, common)
         for count, found in measured.items()
-    ]  # fmt: skip
+    ]
 
 
-def _row(options: Options, shape: ModelShape, found: Sequence[Decoded], misses: Any, **facts: Any) -> Row:
+def _row(options: Options, found: Sequence[Decoded], misses: Any, common: dict[str, Any]) -> Row:
     requests, rate = found[0].requests, median(one.tokens_per_s for one in found)
     return Row(
-        shape=shape.name, layers=shape.layers, format=options.format, mode=options.mode, requests=requests,
-        prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, tokens_per_s=rate,
+        requests=requests, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, tokens_per_s=rate,
         tokens_per_s_runs=[one.tokens_per_s for one in found], step_ms=1e3 * requests / rate,
-        hit_share=None if misses is None else misses.hit_share, **facts,
+        hit_share=None if misses is None else misses.hit_share, **common,
     )  # fmt: skip
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from on_host import HostQueue
 from proa.engine.executors.ahead import AHEAD_S, FIRST_UNITS, MOST_UNITS, PartsAhead
 from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.queues import PROMPTS, STEPS, Queues
@@ -25,17 +22,11 @@ class Point:
         return self.at_s - earlier.at_s
 
 
-class Noting:
+class Noting(HostQueue):
     """A queue of numbered launches: `before` are those that end before the next one starts."""
-
-    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.before: frozenset[int] = frozenset()
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        yield
 
     def launch(self, number: int) -> frozenset[int]:
         before, self.before = self.before, self.before | {number}
@@ -47,15 +38,6 @@ class Noting:
     def after(self, mark: Mark) -> None:
         assert isinstance(mark, Point)
         self.before |= mark.before
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        return launch
-
-    def finish(self) -> None:
-        pass
-
-    def finish_device(self) -> None:
-        pass
 
 
 KINDS = st.tuples(st.sampled_from([STEPS, PROMPTS]), st.booleans(), st.booleans())

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, loader, passed, spans
+from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, passed, spans
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
 from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
 from proa.models.ranks import CPU
-from proa.native.pool import Pool
 from teacher_forced import prompts
 
 WHOLE = 1 << 22  # bytes of a ring whose banks hold a layer's experts
 EQUAL_SIDES = PrefillRates(1e9, CpuExpertCost(1e-5, 1e-7))
 NO_COPIES = Division(0, 0.0, 1.0)
 FAST_LINK, FAST_CPU = PrefillRates(1e12, CpuExpertCost(1.0, 1.0)), PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool([[0]], pin=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    with loader(pool, tmp_path_factory.mktemp("routed")) as made:
-        yield made
 
 
 def streaming_of(keep: list[Kept]) -> Streaming:
@@ -82,7 +68,7 @@ def test_an_expert_that_no_token_chose_does_not_cross(device: str, load: Load) -
     layers, shape = len(hybrid.layers), hybrid.layers[0].memory.shape
     top_k = streaming._asked.top_k
     jobs = executor.counters().jobs
-    streaming._divide = lambda layer, tokens, chunks: NO_COPIES
+    streaming._divided = lambda tokens, chunks, share: [NO_COPIES] * len(streaming._streamed)
     passed(executor, StepBatch(spans([[5]])))
     totals = streaming.totals
     assert totals.streamed == layers * top_k

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, loader, passed, spans
+from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, passed, spans
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch
 from proa.hybrid.ring import groups_of
 from proa.machine.cost.prefill import Division
 from proa.native.pool import Pool
 from teacher_forced import prompts
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool([[0]], pin=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    with loader(pool, tmp_path_factory.mktemp("streaming")) as made:
-        yield made
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,7 +106,7 @@ def test_groups_cross_once_while_the_cpu_computes(device: str, rows: int, load: 
     assert streaming is not None
     in_ram = [len(layer.memory.in_ram) for layer in hybrid.layers]
     half = Division(sum(in_ram) // (2 * len(in_ram)), 1.0, 1.0)
-    streaming._divide = lambda layer, tokens, chunks: half
+    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
     jobs = executor.counters().jobs
     passed(executor, StepBatch(spans(prompts([tokens]))))
     each = hybrid.layers[0].memory.shape

@@ -7,7 +7,8 @@ slots, on the stream of the steps. The bank is overwritten only behind that (`St
 
 Where RAM has a copy of every expert, the evicted one need not be saved. Its slot is overwritten, without a spare one,
 and the host's tables change at once: from the next `publish` on, that is before the next launch of a step. Why no
-launch reads half a copy: all steps and passes are launched on one stream. Those launched before the copies end before
+launch reads half a copy: decode steps and this pass take turns, so that the device computes their launches in one order
+(a pass that runs beside decode steps takes no slots: Streaming.begin). Those launched before the copies end before
 these begin: decode steps, earlier passes, and layer l of this pass, which reads these slots for the last time. Those
 launched after it see the new tables or, in this pass, those of later layers, whose slots are others. No copy writes to
 RAM, so a late worker of the CPU reads what it should. A pass that is given up leaves complete swaps behind.
@@ -15,8 +16,7 @@ RAM, so a late worker of the CPU reads what it should. A pass that is given up l
 Elsewhere a promoted expert gets a spare slot, and the rest is a move like others, after the pass: no table changes and
 no slot that a table names is written before.
 
-Experts of moves that are under way are not movable, so their slots are neither taken nor given. If decode steps were
-launched on a second stream, the copies would have to wait for those in flight, and the next ones for the copies.
+Experts of moves that are under way are not movable, so their slots are neither taken nor given.
 """
 
 from __future__ import annotations

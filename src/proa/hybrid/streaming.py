@@ -53,11 +53,11 @@ from proa.machine.cost.prefill import (
     PROBED_LAYERS,
     Division,
     PrefillRates,
-    divide,
     divide_routed,
     divisions,
     head,
     routing_gain_s,
+    taken_of,
 )
 from proa.machine.cost.turns import beside_pays
 from proa.models.ranks import CPU
@@ -182,8 +182,8 @@ class Streaming:
         the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
-        whole = beside is not None and self._asked.mode != "routed"
-        alone = whole and all(map(self._is_whole, self._streamed, divisions))
+        may_be_alone = beside is not None and self._asked.mode != "routed"
+        alone = may_be_alone and all(map(self._is_whole, self._streamed, divisions))
         routed = not alone and self._is_routed(tokens, chunks)
         promotes &= not alone  # decode steps that run at the same time may read the slots
         heat = self._seen if heat is None else heat
@@ -224,10 +224,16 @@ class Streaming:
     def _divided(self, tokens: int, chunks: int, share: float) -> list[Division]:
         """The layers' divisions: all experts are copied if the pass is then done sooner beside decode steps than in
         turns with them, where it would get this share of the time (0: none decode)."""
-        found = [self._divide(i, tokens, chunks) for i in self._streamed]
-        if not share or self._asked.mode in ("half", "routed"):
+        if self._asked.mode == "stream":
+            counts = [(self._in_ram(i), self._nbytes(i)) for i in self._streamed]
+            return [Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0) for count, nbytes in counts]
+        every = [self._divisions(i, tokens, chunks) for i in self._streamed]
+        if self._asked.mode == "half":
+            return [of[len(of) // 2] for of in every]
+        found = [taken_of(of) for of in every]
+        if not share or self._asked.mode == "routed":
             return found
-        whole = [self._divisions(i, tokens, chunks)[-1] for i in self._streamed]
+        whole = [of[-1] for of in every]
         copied_s, divided_s = (sum(division.seconds for division in of) for of in (whole, found))
         return whole if beside_pays(copied_s, divided_s, share) else found
 
@@ -243,15 +249,6 @@ class Streaming:
         """Bytes of an expert of the layer."""
         bank = self.ring.bank(layer, 0)
         return bank.up_bytes + bank.down_bytes
-
-    def _divide(self, layer: int, tokens: int, chunks: int) -> Division:
-        memory, count, nbytes = self._layers[layer], self._in_ram(layer), self._nbytes(layer)
-        if self._asked.mode == "stream":
-            return Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0)
-        chosen = self._asked.top_k * count / memory.experts
-        if self._asked.mode == "half":
-            return self._divisions(layer, tokens, chunks)[(count + 1) // 2]
-        return divide(count, nbytes, tokens, chosen, self.rates, jobs=chunks)
 
     def _in_ram(self, layer: int) -> int:
         """Number of the layer's experts that the CPU owns."""

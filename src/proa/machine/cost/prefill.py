@@ -5,7 +5,7 @@ routing is known, with all experts alike, or by the tokens of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -143,9 +143,13 @@ def divide(
     experts: int, expert_bytes: int, tokens: int, chosen_per_token: float, rates: PrefillRates, *,
     jobs: int = 1,
 ) -> Division:  # fmt: skip
+    """The division to take. For the arguments see `divisions`."""
+    return taken_of(divisions(experts, expert_bytes, tokens, chosen_per_token, rates, jobs))
+
+
+def taken_of(found: Sequence[Division]) -> Division:
     """Return, of the divisions about as fast as the fastest, the one with the most copies: their rate varies less than
-    the CPU's. For the arguments see `divisions`."""
-    found = divisions(experts, expert_bytes, tokens, chosen_per_token, rates, jobs)
+    the CPU's."""
     fast_s = ABOUT * min(division.seconds for division in found)
     return max((division for division in found if division.seconds <= fast_s), key=lambda division: division.streamed)
 
@@ -206,8 +210,8 @@ def divide_routed(
 
 
 def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> int:
-    """Of `experts` that will probably be copied, how many are queued before the layer's routing is known: so many that
-    PCIe is busy until the host has divided the others."""
+    """How many copies are queued before a layer's routing is known, if `experts` are expected to be copied: as many as
+    keep PCIe busy until the host has divided the others."""
     gpu = rates.gpu(tokens)
     wait_s = LEAD * (gpu.own_s + gpu.experts_s + rates.decide_s)
     lead = max(LEAST_HEAD * experts, wait_s * rates.copy_bytes_per_s / expert_bytes)
