@@ -25,8 +25,8 @@ from proa.plan.vram import dense_read_bytes, host_workspace_bytes, loading_bytes
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "families" / "hub_configs.json"
 
-# The bandwidths of the run that measured Qwen3-30B-A3B whole: docs/lab/hybrid-h200.md, 2026-11-21.
-RAM_BYTES_PER_S, VRAM_BYTES_PER_S = 176e9, 4.31e12
+# The bandwidths of the run that measured Qwen3-30B-A3B whole in bf16: docs/lab/hybrid-h200.md, 2026-11-27.
+RAM_BYTES_PER_S, VRAM_BYTES_PER_S = 154e9, 4.42e12
 CONTEXT, PAGE_TOKENS, RUNNING, BATCH_TOKENS = 8192, 16, 4, 512
 ROOF_CONTEXT = 1024  # as the measured runs
 
@@ -46,9 +46,9 @@ ROWS = (
     Row("openai/gpt-oss-20b", "mxfp4"),
     Row("deepseek-ai/DeepSeek-V2-Lite-Chat", "bf16"),
     Row("mistralai/Mixtral-8x7B-v0.1", "int4"),
-    Row("Qwen/Qwen3-30B-A3B", "int4", measured=123),
-    Row("Qwen/Qwen3-30B-A3B", "fp8"),
-    Row("Qwen/Qwen3-30B-A3B", "bf16", measured=40.8),
+    Row("Qwen/Qwen3-30B-A3B", "int4", measured=91.8),
+    Row("Qwen/Qwen3-30B-A3B", "fp8", measured=52.7),
+    Row("Qwen/Qwen3-30B-A3B", "bf16", measured=33.5),
     Row("Qwen/Qwen3-Next-80B-A3B-Instruct", "int4"),
     Row("zai-org/GLM-4.5-Air", "int4"),
     Row("openai/gpt-oss-120b", "mxfp4"),
