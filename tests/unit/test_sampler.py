@@ -71,10 +71,10 @@ def test_distribution(temperature: float, top_k: int, top_p: float, min_p: float
 
 def test_wide_vocabulary_beyond_the_head() -> None:
     """In a flat distribution top-p keeps more than HEAD_TOKENS tokens."""
-    vocab = 4 * HEAD_TOKENS
+    vocab = 64 * HEAD_TOKENS
     got = draws(torch.zeros(vocab), 400, temperature=1.0, top_p=0.999)
     assert len(got) > 300
-    assert max(got) > 2 * HEAD_TOKENS
+    assert max(got) > 32 * HEAD_TOKENS
 
 
 wishes = st.fixed_dictionaries(
@@ -96,7 +96,24 @@ def test_top_k_beyond_the_head() -> None:
     logits = torch.arange(4 * HEAD_TOKENS).float() / 1e4
     got = draws(logits, 400, temperature=1.0, top_k=2 * HEAD_TOKENS)
     assert min(got) >= 2 * HEAD_TOKENS
-    assert min(got) < 3 * HEAD_TOKENS - 100
+    assert min(got) < 3 * HEAD_TOKENS - HEAD_TOKENS // 2
+
+
+@pytest.mark.parametrize("top_k", [0, 20, HEAD_TOKENS])
+def test_the_most_likely_of_a_large_vocabulary_are_found(top_k: int, rng: torch.Generator) -> None:
+    """The tokens that may be drawn are those of torch.topk, wherever in the vocabulary they are."""
+    logits = torch.randn(150 * HEAD_TOKENS + 7, generator=rng) * 3
+    logits[-1] = 12.0
+    got = draws(logits, 2000, temperature=1.0, top_k=top_k, top_p=0.9)
+    want = expected(logits, 1.0, top_k, 0.9, 0.0)
+    assert set(got) <= set(torch.nonzero(want)[:, 0].tolist())
+    assert {int(token) for token in want.topk(3).indices} <= set(got)
+
+
+def test_temperatures_too_small_for_float32() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.5, -math.inf]])
+    for truncated in ({}, {"top_p": 0.5}):
+        assert sample(logits, [row(temperature=1e-300, **truncated)]) == [2]
 
 
 @given(st.lists(wishes, min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([50, 2 * HEAD_TOKENS]))

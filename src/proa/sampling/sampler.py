@@ -1,7 +1,7 @@
 """Samples one token per row: temperature, top-k, top-p, min-p, inverse transform sampling.
 
 Order: temperature, top_k, top_p over the remaining tokens, min_p relative to the most likely token. Sampling inverts
-the cumulative distribution at the row's uniform random number, in float64, so that a row does not depend on others.
+the cumulative distribution, summed in float64, at the row's uniform random number. A row does not depend on others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proa.sampling.adjust import adjust
 from proa.sampling.rows import Row
 
-# Truncated rows consider this many most likely tokens first; sorting a whole vocabulary is 20x slower and hardly ever
-# needed.
-HEAD_TOKENS = 1024
+# Truncated rows consider this many most likely tokens first, and all tokens if they keep more. top_k is 20 in most
+# generation_config.json; sorting a whole vocabulary takes 50 times as long.
+HEAD_TOKENS = 64
+# Tokens whose maximum is taken first to find the most likely: topk takes 3 ns a logit, maxima 0.1 (Zen 5).
+_BLOCK_TOKENS = 64
+_LEAST_TEMPERATURE = 1e-30  # below, float32 would divide 0 by 0; here all but the largest logits have probability 0
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -32,18 +36,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         else:
             tokens[r] = int(scores[r].argmax())
     for draw, chosen in by_method.items():
-        scaled = _divide_by_temperature(scores, rows, chosen)
-        for r, token in zip(chosen, draw(scaled, [rows[r] for r in chosen]), strict=True):
+        for r, token in zip(chosen, draw(scores[chosen], [rows[r] for r in chosen]), strict=True):
             tokens[r] = token
     return tokens
-
-
-def _divide_by_temperature(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
-    """Divide the chosen rows, shifted so that each maximum is 0, by their temperatures; float64. With the shift no
-    temperature is too small."""
-    temperatures = torch.tensor([rows[r].sampling.temperature for r in chosen], dtype=torch.float64)
-    picked = scores[chosen]
-    return (picked - picked.amax(-1, keepdim=True)).double() / temperatures[:, None]
 
 
 def _is_truncated(row: Row) -> bool:
@@ -51,16 +46,34 @@ def _is_truncated(row: Row) -> bool:
 
 
 def _sample_full(scores: Tensor, rows: Sequence[Row]) -> list[int]:
-    return _invert_cdf(torch.softmax(scores, -1), rows)
+    tokens = list[int]()
+    for r, row in enumerate(rows):  # one at a time: a row stays in the caches
+        tokens += _invert_cdf(_probs(scores[r : r + 1], scores[r].amax(), row), [row])
+    return tokens
+
+
+def _probs(scores: Tensor, largest: Tensor, row: Row) -> Tensor:
+    """Probabilities of a row's whole vocabulary, float32 [1, vocab]. (Where most of them are 0, torch.exp takes five
+    times as long as softmax.)"""
+    return torch.softmax((scores - largest).div_(_temperature(row)), -1)
+
+
+def _temperature(row: Row) -> float:
+    return max(row.sampling.temperature, _LEAST_TEMPERATURE)
 
 
 def _sample_truncated(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
     """Sample from each row's `width` most likely tokens; rows that keep more tokens are sampled again from all."""
     width = min(width, scores.shape[-1])
-    best, ids = torch.topk(scores, width)
-    probs = (best - torch.logsumexp(scores, -1, keepdim=True)).exp()
-    kept, reaches_on = _truncate(probs, rows)
-    places = torch.tensor(_invert_cdf(probs * kept, rows))
+    best, ids = _most_likely(scores, width)
+    temperatures = torch.tensor([[_temperature(row)] for row in rows], dtype=torch.float64)
+    weights = ((best - best[:, :1]).double() / temperatures).exp()
+    totals = torch.zeros(len(rows), 1, dtype=torch.float64)
+    for r, row in enumerate(rows):
+        if not 0 < row.sampling.top_k <= width:
+            totals[r] = 1 / float(_probs(scores[r : r + 1], best[r, 0], row).amax())
+    kept, reaches_on = _truncate(weights, totals, rows)
+    places = torch.tensor(_invert_cdf(weights * kept, rows))
     tokens: list[int] = ids.gather(-1, places[:, None])[:, 0].tolist()
     if width < scores.shape[-1] and (again := torch.nonzero(reaches_on)[:, 0].tolist()):
         redrawn = _sample_truncated(scores[again], [rows[r] for r in again], scores.shape[-1])
@@ -69,31 +82,47 @@ def _sample_truncated(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOK
     return tokens
 
 
-def _truncate(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Truncate by top_k, top_p and min_p. probs: float64 [R, N], descending.
+def _most_likely(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Each row's `width` largest scores in descending order, and their ids. Of equal scores at the end, any may be
+    taken, as by torch.topk. The largest scores lie in the `width` blocks with the largest maxima."""
+    rows, vocab = scores.shape
+    num_blocks = -(-vocab // _BLOCK_TOKENS)
+    if num_blocks < 2 * width:
+        return torch.topk(scores, width)
+    padded = functional.pad(scores, (0, num_blocks * _BLOCK_TOKENS - vocab), value=-torch.inf)
+    blocks = padded.view(rows, num_blocks, _BLOCK_TOKENS)
+    chosen = torch.topk(blocks.amax(-1), width).indices
+    candidates = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK_TOKENS)).flatten(1)
+    best, places = torch.topk(candidates, width)
+    return best, chosen.gather(1, places // _BLOCK_TOKENS) * _BLOCK_TOKENS + places % _BLOCK_TOKENS
+
+
+def _truncate(weights: Tensor, totals: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Truncate by top_k, top_p and min_p. weights: float64 [R, N], descending, probabilities in units of the first;
+    totals: [R, 1], their sum over the whole vocabulary, read for rows with top_k beyond N or none.
 
     Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
     token is always kept.
     """
     wishes = [row.sampling for row in rows]
-    num_probs = probs.shape[-1]
+    num_weights = weights.shape[-1]
     top_k = torch.tensor([s.top_k or 2**62 for s in wishes])[:, None]
     top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in wishes], dtype=torch.float64)[:, None]
     min_p = torch.tensor([s.min_p for s in wishes], dtype=torch.float64)[:, None]
-    kept = torch.arange(num_probs) < top_k
-    mass = torch.where(top_k <= num_probs, (probs * kept).sum(-1, keepdim=True), 1.0)
-    before = probs.cumsum(-1) - probs
-    kept &= (before < top_p * mass) & (probs >= min_p * probs[:, :1])
+    kept = torch.arange(num_weights) < top_k
+    mass = torch.where(top_k <= num_weights, (weights * kept).sum(-1, keepdim=True), totals)
+    before = weights.cumsum(-1) - weights
+    kept &= (before < top_p * mass) & (weights >= min_p)
     kept[:, 0] = True
-    return kept, kept[:, -1] & (top_k[:, 0] > num_probs)
+    return kept, kept[:, -1] & (top_k[:, 0] > num_weights)
 
 
-def _invert_cdf(probs: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Return per row the first index at which the cumulative sum of probs, float64 [R, N], exceeds the row's uniform
+def _invert_cdf(weights: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Return per row the first index at which the cumulative sum of the weights [R, N] exceeds the row's uniform
     number, scaled by the row's total."""
-    sums = probs.cumsum(-1)
+    sums = weights.cumsum(-1, dtype=torch.float64)
     marks = torch.tensor([row.uniform() for row in rows], dtype=torch.float64) * sums[:, -1]
-    places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
-    for r in torch.nonzero(probs.gather(-1, places[:, None])[:, 0] == 0)[:, 0].tolist():
-        places[r] = torch.nonzero(probs[r])[-1, 0]  # rounding went past the last token of nonzero probability
+    places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    for r in torch.nonzero(weights.gather(-1, places[:, None])[:, 0] == 0)[:, 0].tolist():
+        places[r] = torch.nonzero(weights[r])[-1, 0]  # rounding went past the last token of nonzero probability
     return places.tolist()
