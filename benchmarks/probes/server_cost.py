@@ -1,7 +1,7 @@
 """What do the server and constraints cost? Medians of pairs, measured in turns on one engine:
 
   streams    tokens/s of 64 streams of --tokens each over HTTP, against the engine's own (its events, without text) for
-             requests that reach it at the times at which those over HTTP did
+             requests with the same sampling that reach it at the times at which those over HTTP did
   first      milliseconds to the first token (max_tokens 1) over HTTP, against the engine's own
   masks      tokens/s of 16 streams with a JSON Schema, against 16 without
   compiling  milliseconds that a constraint adds to the first token: a schema seen before, and a new one of 50 KB
@@ -26,6 +26,8 @@ from contextlib import aclosing, contextmanager
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
+
+from msgspec.structs import replace
 
 from proa.config.options import EngineOptions, ServerOptions
 from proa.config.parse import from_keywords
@@ -92,9 +94,11 @@ class Probe:
         self._llm, self._orders, self._count, self._stream_tokens = llm, orders, 0, stream_tokens
         self._generate = llm.engine.generate
         self._arrivals = list[float]()  # perf_counter of requests of the last batch over HTTP, at the engine's client
+        self._sampling = Sampling(max_tokens=stream_tokens)  # theirs: the server adds the model's own settings
 
     def _arrived(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self._arrivals.append(time.perf_counter())
+        self._sampling = request.sampling
         return self._generate(request)
 
     async def over_http(self, requests: int, tokens: int) -> tuple[float, float]:
@@ -107,8 +111,8 @@ class Probe:
 
     async def by_engine(self, requests: int, tokens: int) -> tuple[float, float]:
         """Seconds to the first token and to the end, of requests sent directly to the engine: no HTTP, no detokenizing.
-        They begin at the intervals at which the last batch over HTTP reached the engine: how many requests share a step
-        is then no difference between the two."""
+        They are sampled like those over HTTP (the server adds what generation_config.json says, and top_p takes time),
+        and begin at the intervals at which the last batch over HTTP reached the engine, so that as many share a step."""
         prompts = [self._llm.tokenize(prompt()) for _ in range(requests)]
         began, first = time.perf_counter(), list[float]()
         spread = self._arrivals if len(self._arrivals) == requests else [0.0] * requests
@@ -117,7 +121,8 @@ class Probe:
         async def one(ids: list[int], delay_s: float) -> None:
             await asyncio.sleep(began + delay_s - time.perf_counter())
             self._count += 1
-            asked = EngineRequest(id=f"probe-{self._count}", tokens=ids, sampling=Sampling(max_tokens=tokens))
+            sampling = replace(self._sampling, max_tokens=tokens, seed=self._count)
+            asked = EngineRequest(id=f"probe-{self._count}", tokens=ids, sampling=sampling)
             async with aclosing(self._generate(asked)) as events:
                 async for _ in events:
                     if not first:
