@@ -18,6 +18,10 @@ class Slot:
     up: Tensor
     down: Tensor
 
+    @property
+    def address(self) -> int:
+        return self.up.data_ptr()
+
     def parts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pair parts of the slot with the spans of an expert's packed bytes, in panel order: (slot's part, span)."""
         pairs = []
