@@ -89,6 +89,7 @@ class SimOwner:
     lent: set[int] = field(default_factory=set)
     trips: int = 0
     filling: bool = False
+    rooms_wanted: int = 1 << 20
 
     def lend(self, lot: int) -> None:
         assert lot not in self.lent
@@ -163,6 +164,17 @@ def test_idle_pages_are_lent_and_a_long_prompt_gets_them_back() -> None:
     world.run()
     assert world.preemptions == 0
     assert world.fake.got["again"] == world.fake.got["long"]
+
+
+def test_no_more_is_lent_than_experts_fill() -> None:
+    world = World(with_cache=False)
+    world.owner.rooms_wanted = 2  # always: the lots of one look
+    world.rest(IDLE_S + LOOK_S)
+    assert world.allocator.num_lent == 2 * 6
+    world.owner.rooms_wanted = 0
+    world.rest(2 * IDLE_S)
+    assert world.allocator.num_lent == 2 * 6
+    assert not world.fake.scheduler.room.lent.due_later
 
 
 def test_growth_preempts_nobody_and_waits_for_no_lot() -> None:

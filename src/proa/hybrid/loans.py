@@ -81,11 +81,14 @@ class Loans:
     def busy(self) -> bool:
         """Whether copies are under way or due, so that `before` and `meanwhile` have something to do."""
         lots = self._lots.values()
-        return bool(self._fetches) or any(lot.closing or (lot.empty and self._wanted) for lot in lots)
+        waits = self._moves.num_movable_in_ram > 0
+        return bool(self._fetches) or any(lot.closing or (lot.empty and waits) for lot in lots)
 
     @property
-    def _wanted(self) -> bool:
-        return bool(self._moves.arrivals(1))
+    def wanted(self) -> int:
+        """Rooms that experts in RAM could fill, beyond those that are lent."""
+        empty = sum(len(lot.empty) for lot in self._lots.values() if not lot.closing)
+        return max(0, self._moves.num_movable_in_ram - empty)
 
     def lend(self, lot: int, launched: int) -> None:
         """Pages of this lot are free, and stay so until it returns. launched: launches so far, which may use them."""

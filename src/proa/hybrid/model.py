@@ -336,6 +336,11 @@ class HybridModel:
         return self._lent.returned()
 
     @property
+    def rooms_wanted(self) -> int:
+        """Rooms that experts in RAM could fill, beyond those that are lent."""
+        return self._lent.wanted
+
+    @property
     def filling(self) -> bool:
         """Whether experts are being copied to lent lots, or soon will be, also while nothing is launched."""
         return self._lent.busy

@@ -212,6 +212,11 @@ class Moves:
         """A fetched expert is not placed."""
         self._movable[layer, expert] = True
 
+    @property
+    def num_movable_in_ram(self) -> int:
+        """Number of experts that slots in lent memory could get."""
+        return int((~self._resident & self._movable).sum())
+
     def arrivals(self, most: int) -> list[tuple[int, int]]:
         """Up to `most` experts in RAM, (layer, expert), that should get additional slots."""
         counts = [layer.experts for layer in self.layers]

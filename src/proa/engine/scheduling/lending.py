@@ -35,6 +35,10 @@ class Owner(Protocol):
     def filling(self) -> bool:
         """Whether `returned` has something to do soon."""
 
+    @property
+    def rooms_wanted(self) -> int:
+        """Rooms that experts could fill, beyond those that are lent."""
+
     def lend(self, lot: int) -> None: ...
 
     def take_back(self, lot: int) -> None: ...
@@ -95,7 +99,7 @@ class LentPages:
 
     @property
     def due_later(self) -> bool:
-        return len(self._lent) < self._lots.count
+        return len(self._lent) < self._lots.count and self._owner.rooms_wanted > 0
 
     def collect(self, num_running: int, num_waiting: int) -> None:
         if self._lent:
@@ -126,7 +130,7 @@ class LentPages:
             self._owner.take_back(lot)
 
     def _look(self, now: float, *, may_lend: bool) -> None:
-        if may_lend and self._cache is not None:
+        if may_lend and self._cache is not None and self._owner.rooms_wanted:
             self._evict_unused(self._cache, now)
         free = {
             lot for lot in range(self._lots.count)
@@ -136,7 +140,11 @@ class LentPages:
         if not may_lend:
             return
         idle = sorted(lot for lot, since in self._free_since.items() if now - since >= IDLE_S)
-        for lot in idle[: lots_to_lend(self._demand, self._headroom, self._lots.num_pages)]:
+        count = min(
+            lots_to_lend(self._demand, self._headroom, self._lots.num_pages),
+            -(-self._owner.rooms_wanted // self._lots.rooms_each),
+        )
+        for lot in idle[:count]:
             self._allocator.lend(self._lots.pages(lot))
             self._lent.add(lot)
             self._owner.lend(lot)
