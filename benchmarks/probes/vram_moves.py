@@ -47,10 +47,8 @@ def shape_of(asked: argparse.Namespace) -> ModelShape:
 
 def loaded(asked: argparse.Namespace, context: int, moves: str) -> Engine:
     more = {} if asked.vram is None else {"vram": asked.vram}
-    config = shape_of(asked).config()
-    config["max_position_embeddings"] = max(int(str(config.get("max_position_embeddings", 0))), context)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(shape_of(asked).config()))
         options: EngineOptions = from_keywords(
             EngineOptions, dtype="bfloat16", load_format="dummy", dummy_format=asked.format, dummy_router="zipf",
             context=context, prefix_cache=asked.prefix_cache, max_running=2, gpu=asked.gpu, vram_moves=moves, **more,

@@ -1,4 +1,4 @@
-"""Idle KV pages hold experts, until sequences need them: lots of pages are lent, filled with experts, and taken back.
+"""Holds experts in idle KV pages: lots of pages are lent, filled with experts, and taken back when sequences need them.
 Belongs here: the order of copies, table updates and reuse, by which no launch reads half a copy or a page that is
 written. Never: which pages (engine/scheduling/lending.py), which experts (machine/cost/heat.py).
 
@@ -6,13 +6,13 @@ RAM has a copy of every expert. A lot is memory of KV pages, cut into rooms (cac
 other while it is lent: tables hold addresses, so steps and graphs do not change, and experts in it swap and are
 promoted as elsewhere (moves.py, promotions.py).
 
-- **Lending.** No sequence has the pages. Launches in flight may still use them, so a room is written only once all
+- **Lending.** The pages are free. Launches in flight may still use them, so a room is written only once all
   launches before the loan have ended: the rule for slots that tables no longer name. An expert is copied there beside
   the steps, and tables name it from the next launch on, once it has arrived. Copies are on the stream of other moves.
 - **Taking back.** The tables change at once, for the next launch: the CPU gets the experts, and nothing is copied.
   When all launches before that have ended, none reads the rooms. They are filled with zeros then, since attention
-  multiplies rows that it masks by 0, and bytes of experts may be NaN. Only when that is done, the pages are given back:
-  whoever gets them, on whichever stream, writes behind it. A copy or a move to or from a room that is under way ends
+  multiplies rows that it masks by 0, and bytes of experts may be NaN. The pages are given back only when that is done,
+  so a write to them comes later, on any stream. A copy or a move to or from a room that is under way ends
   first. A swap may have made a room a spare slot; the coldest expert's slot elsewhere replaces it.
 - **During a pass** (streaming.py) tables stay as they are, those of moves under way too: it has a copy of them, and its
   launches may be on a stream of their own. So nothing is lent, placed or taken back before its end, which a counted
@@ -46,7 +46,7 @@ class _Lot:
     clearing: Copy | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Fetch:
     layer: int
     expert: int

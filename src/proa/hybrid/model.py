@@ -321,11 +321,11 @@ class HybridModel:
         self._loans = Loans(self.moves, rooms, self._placement.spare)
 
     def lend(self, lot: int) -> None:
-        """No sequence has the lot's pages, from now on until it returns."""
+        """Use the lot's pages, which stay free until it returns."""
         self._lent.lend(lot, self._launched)
 
     def take_back(self, lot: int) -> None:
-        """The pages of a lent lot are needed: it returns as soon as no launch reads its experts."""
+        """Give up a lent lot: it returns once no launch reads its experts."""
         self._lent.take_back(lot)
 
     def returned(self) -> list[int]:

@@ -1,12 +1,12 @@
-"""Idle KV pages are lent to experts, and come back before anybody waits long for one. Belongs here: when lots are lent
-and asked back, and which cached prefixes make room. Never: tensors, experts, where lots lie (cache/lots.py).
+"""Lends idle KV pages to experts, and asks them back when requests need them. Belongs here: when lots are lent and
+asked back, and which cached prefixes are evicted for it. Never: tensors, experts, where lots lie (cache/lots.py).
 
-A lot all of whose pages have been free for IDLE_S is lent, unless a request waits. Pages that a request lacks are asked
-back when it could be admitted but for them; it waits until they have come, and preempts nobody for them. A few pages
-for each running request are asked back before they are needed, so that decode does not wait.
+A lot is lent once all of its pages have been free for IDLE_S, unless a request waits. A request that lacks only pages
+for its admission waits until lent ones have come back; no other request is preempted for it. A few pages for each
+running request are asked back before they are needed, so that decode does not wait.
 
-Pages of cached prefixes are not lent. Prefixes that nobody has used for KEPT_S are evicted, if that frees two lots or
-more; after STORED_S already where a tier behind the prefix cache holds copies, from which they are restored.
+Pages of cached prefixes are not lent. If two lots or more could be lent, prefixes unused for KEPT_S are evicted, and
+after STORED_S already if a tier behind the prefix cache holds copies, from which they are restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVICTED_AT_ONCE = 1024  # pages: some 0.4 ms
 
 
 class Owner(Protocol):
-    """What holds experts in lent lots (hybrid/model.py)."""
+    """Holds experts in lent lots (hybrid/model.py)."""
 
     @property
     def filling(self) -> bool:
