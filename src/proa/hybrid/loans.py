@@ -9,10 +9,11 @@ promoted as elsewhere (moves.py, promotions.py).
 - **Lending.** The pages are free. Launches in flight may still use them, so a room is written only once all
   launches before the loan have ended: the rule for slots that tables no longer name. An expert is copied there beside
   the steps, and tables name it from the next launch on, once it has arrived. Copies are on the stream of other moves.
-- **Taking back.** The tables change at once, for the next launch: the CPU gets the experts, and nothing is copied.
-  When all launches before that have ended, none reads the rooms. They are filled with zeros then, since attention
-  multiplies rows that it masks by 0, and bytes of experts may be NaN. The pages are given back only when that is done,
-  so a write to them comes later, on any stream. A copy or a move to or from a room that is under way ends
+- **Taking back.** The tables change for the next launch: the CPU gets the experts, and nothing is copied. Lots follow
+  one another, because the host needs some 10 us for each expert's row of the tables (an estimate), and a decode step
+  waits for it. When all launches before that have ended, none reads the rooms. They are filled with zeros then, since
+  attention multiplies rows that it masks by 0, and bytes of experts may be NaN. The pages are given back only when that
+  is done, so a write to them comes later, on any stream. A copy or a move to or from a room that is under way ends
   first. A swap may have made a room a spare slot; the coldest expert's slot elsewhere replaces it.
 - **During a pass** (streaming.py) tables stay as they are, those of moves under way too: it has a copy of them, and its
   launches may be on a stream of their own. So nothing is lent, placed or taken back before its end, which a counted
@@ -43,6 +44,7 @@ class _Lot:
     empty: list[Tensor]
     used: set[int] = field(default_factory=set)
     closing: bool = False
+    leaving: bool = False  # its experts leave it since an update of the tables
     clearing: Copy | None = None
 
 
@@ -111,8 +113,10 @@ class Loans:
         for fetch in arrived:
             self._arrive(fetch)
         closing = [lot for lot in self._lots.values() if lot.closing]
-        if any(lot.used for lot in closing):
-            self._moves.give_up(set[int]().union(*(lot.used for lot in closing)), step)
+        if following := next((lot for lot in closing if lot.used and not lot.leaving), None):
+            following.leaving = True
+        if leaving := set[int]().union(*(lot.used for lot in closing if lot.leaving)):
+            self._moves.give_up(leaving, step)
         if gone := self._moves.gone():
             for lot in closing:
                 lot.used.difference_update(gone)

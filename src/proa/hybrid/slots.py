@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class Slot:
     up: Tensor
     down: Tensor
 
-    @property
+    @cached_property
     def address(self) -> int:
         return self.up.data_ptr()
 

@@ -42,6 +42,9 @@ LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
 
 _RANK = 0  # one GPU is planned
 
+# Share of the VRAM beside dense weights that context and KV leave to experts, unless --context asks for more.
+EXPERTS_SHARE, MOVING_EXPERTS_SHARE = 1 / 2, 1 / 4  # where idle pages hold experts
+
 STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
 
@@ -368,12 +371,13 @@ def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
 
 
 def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int) -> int:
-    """VRAM that context and KV leave to experts, unless --context asks for more: half of what dense weights leave, less
-    if all wanted experts need less, and at least `least_bytes`.
+    """VRAM that context and KV leave to experts, unless --context asks for more: a share of what dense weights leave,
+    less if all wanted experts need less, and at least `least_bytes`.
     """
     wanted_bytes = _bytes_of(layers, wish.counts(layers))
-    half = (case.usable_bytes - case.need.total_bytes(0, 0)) // 2
-    return max(min(wanted_bytes, half), least_bytes)
+    share = MOVING_EXPERTS_SHARE if case.options.gpus.vram_moves == "on" else EXPERTS_SHARE
+    left_bytes = int((case.usable_bytes - case.need.total_bytes(0, 0)) * share)
+    return max(min(wanted_bytes, left_bytes), least_bytes)
 
 
 def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
