@@ -19,6 +19,7 @@ from proa.engine.engine import Engine
 from proa.engine.ipc import Ready
 from proa.engine.scheduling import lending
 from proa.errors import UsageError
+from proa.hybrid.model import HybridModel
 from proa.plan.plan import Plan
 from quick_plan import prepare
 from tiny import make_tiny
@@ -45,6 +46,19 @@ def planned(model: Path, gpu: str, **options: Any) -> Plan:
 
 def start(model: Path, gpu: str, **options: Any) -> tuple[Engine, Ready]:
     return load_engine(planned(model, gpu, **options), lambda loading: None)
+
+
+def stop(engine: Engine) -> None:
+    """Copies end before memory is freed."""
+    engine.settle()
+    hybrid(engine).close()
+
+
+def hybrid(engine: Engine) -> HybridModel:
+    executor: Any = engine.runner.executor
+    found = executor._session._session  # the watched one
+    assert isinstance(found, HybridModel)
+    return found
 
 
 @dataclass
@@ -102,15 +116,15 @@ def test_pages_move_between_kv_and_experts(gpu: str, tmp_path: Path) -> None:
     plain, _ = start(model, gpu)
     wanted = {name: answer for requests in asked for name, answer in answers(plain, *requests).items()}
     assert plain.stats().residency.lent_slots == 0
-    plain.settle()
+    stop(plain)
 
     engine, ready = start(model, gpu, vram_moves="on")
     assert any(row.name == "lent KV pages" and "each hold" in row.why for row in ready.decisions)
     got = answers(engine, *asked[0])
     slots = rest(engine)
     assert slots > 8
-    hybrid: Any = engine.runner.executor
-    moves = hybrid._session._session.moves
+    moves = hybrid(engine).moves
+    assert moves is not None
     for layer in range(len(moves.layers)):
         assert len(moves.resident(layer)) > 3, "more than the plan put there"
     got |= answers(engine, *asked[1])
@@ -124,7 +138,7 @@ def test_pages_move_between_kv_and_experts(gpu: str, tmp_path: Path) -> None:
     assert stats.pages_free == stats.pages_total
     for name, answer in wanted.items():
         check_equal(got[name], answer)
-    engine.settle()
+    stop(engine)
 
 
 @pytest.mark.parametrize("gpu", DEVICES)
@@ -133,7 +147,7 @@ def test_decode_grows_over_lent_pages(gpu: str, tmp_path: Path) -> None:
     asked = ("grows", 100, 900), ("beside", 40, 900)
     plain, _ = start(model, gpu)
     wanted = answers(plain, *asked)
-    plain.settle()
+    stop(plain)
     engine, _ = start(model, gpu, vram_moves="on")
     before = rest(engine)
     got = answers(engine, *asked)
@@ -142,7 +156,7 @@ def test_decode_grows_over_lent_pages(gpu: str, tmp_path: Path) -> None:
     assert stats.residency.lent_slots < before
     for name, answer in wanted.items():
         check_equal(got[name], answer)
-    engine.settle()
+    stop(engine)
 
 
 @pytest.mark.parametrize("gpu", DEVICES)
@@ -159,7 +173,7 @@ def test_prefixes_that_ram_holds_make_room(gpu: str, tmp_path: Path) -> None:
     again = answers(engine, ("long again", LONG, 20))["long again"]
     check_equal(again, first)
     assert engine.stats().scheduler.preemptions == 0
-    engine.settle()
+    stop(engine)
 
 
 def test_where_pages_cannot_be_lent(tmp_path: Path) -> None:
@@ -188,4 +202,4 @@ def test_a_pool_too_small_for_a_lot_says_so(tmp_path: Path) -> None:
     (row,) = (row for row in ready.decisions if row.name == "lent KV pages")
     assert row.got == "none" or "times" in row.got
     assert len(answers(engine, ("a", 5, 5))["a"].tokens) == 5
-    engine.settle()
+    stop(engine)

@@ -21,7 +21,8 @@ ROOM_ALIGNED_BYTES = 256  # as torch aligns its own memory to 512, and kernels l
 @dataclass(frozen=True)
 class Lots:
     """count lots of num_pages pages each, numbered from the highest pages down. Page 0 is in none: kernels read it in
-    place of pages that do not exist. starts: for each tensor, the bytes in a lot's piece at which rooms begin."""
+    place of pages that do not exist. starts: for each tensor, where rooms begin, in bytes behind the first aligned
+    byte of a piece."""
 
     num_pages: int
     count: int
@@ -42,7 +43,8 @@ class Lots:
         found, pages = list[Tensor](), self.pages(lot)
         for tensor, starts in zip(tensors, self.starts, strict=True):
             piece = tensor[pages.start : pages.stop].view(torch.uint8).view(-1)
-            found += [piece[start : start + self.room_bytes] for start in starts]
+            first = -pages.start * tensor[0].nbytes % ROOM_ALIGNED_BYTES
+            found += [piece[first + start : first + start + self.room_bytes] for start in starts]
         return found
 
 
@@ -55,15 +57,16 @@ def lots_of(page_bytes: Sequence[int], pool_pages: int, expert_bytes: int) -> Lo
     """Divide a pool. page_bytes: of a page in each tensor; expert_bytes: of the largest expert, with its alignment.
     Of the lengths at which an expert just fits into the piece of some tensor, the one that wastes least is taken."""
     room = -(-expert_bytes // ROOM_ALIGNED_BYTES) * ROOM_ALIGNED_BYTES
-    lengths = sorted({-(-room // each) for each in page_bytes if each})
+    skipped = [0 if each % ROOM_ALIGNED_BYTES == 0 else ROOM_ALIGNED_BYTES for each in page_bytes]  # at most
+    lengths = sorted({-(-(room + skip) // each) for each, skip in zip(page_bytes, skipped, strict=True)})
     if not lengths:
         return Lots(1, 0, [[] for _ in page_bytes], room, pool_pages)
 
-    def used(length: int) -> float:
-        return sum(length * each // room for each in page_bytes) * room / (length * sum(page_bytes))
+    def counts(length: int) -> list[int]:
+        return [max(0, length * each - skip) // room for each, skip in zip(page_bytes, skipped, strict=True)]
 
-    length = max(lengths, key=used)
-    starts = [[i * room for i in range(length * each // room)] for each in page_bytes]
+    length = max(lengths, key=lambda length: sum(counts(length)) / length)
+    starts = [[i * room for i in range(count)] for count in counts(length)]
     return Lots(length, max(0, pool_pages - 1) // length, starts, room, pool_pages)
 
 

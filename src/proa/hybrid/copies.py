@@ -89,7 +89,9 @@ class HostCopier:
         self._thread.start()
 
     def start(self, pairs: Pairs) -> Copy:
-        return self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
+        copy = self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
+        copy.pairs = pairs
+        return copy
 
     def clear(self, memories: Sequence[Tensor]) -> Copy:
         """At once: the device's own memory does not cross the link."""
@@ -127,10 +129,11 @@ class HostCopier:
 
 
 class HostCopy:
-    """seconds: duration of the copy, once it is done."""
+    """seconds: duration of the copy, once it is done. pairs: kept, so that their memory outlives the copy."""
 
     def __init__(self) -> None:
         self.arrived, self.seconds = threading.Event(), 0.0
+        self.pairs: Pairs = ()
 
     def done(self) -> bool:
         return self.arrived.is_set()
