@@ -120,7 +120,7 @@ class FakeEngine:
         plan = self.scheduler.plan(short_tokens=short_tokens)
         beside, over = self.scheduler.beside, self.scheduler.over
         idle = plan is None and beside is None and over is None and not self.plans
-        assert not idle or not self.scheduler.has_work or self.scheduler.behind.busy
+        assert not idle or not self.scheduler.has_work or self.scheduler.stalls
         now = plan.items if plan else ()
         if beside is not None and self.beside is None:
             self.beside = self._begin_beside(beside, now)

@@ -64,6 +64,8 @@ class OneStepEngine:
         self._done.append("step")
         return []
 
+    has_idle_work = False
+
     def keep_up(self) -> bool:
         return False
 

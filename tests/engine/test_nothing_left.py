@@ -143,7 +143,7 @@ def slots(engine: Engine) -> list[int]:
     moves = hybrid.moves
     named = [int(at) for at in moves.tables._addresses[:, 0].flatten() if at]
     spare = [slot.up.data_ptr() for slots in moves._spare.values() for slot in slots]
-    left = [slot.up.data_ptr() for _, _, slot in moves._left]
+    left = [left.slot.address for left in moves._left]
     moving = [move.slot.up.data_ptr() for move in moves._moves if move.came is None]
     return sorted(named + spare + left + moving)
 

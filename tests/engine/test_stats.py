@@ -20,6 +20,7 @@ COUNTED = {
     "deferred_s": "cpu_experts.deferred_seconds", "looks": "residency.looks",
     "choices": "residency.choices", "hits": "residency.hits", "hit_bytes": "residency.hit_bytes",
     "missed_bytes": "residency.missed_bytes", "moved_bytes": "residency.moved_bytes",
+    "lent_slots": "residency.lent_slots", "lent_bytes": "residency.lent_bytes",
 }  # fmt: skip
 
 

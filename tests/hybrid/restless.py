@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engines import Loaded
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copiers, Pairs
+from proa.hybrid.model import HybridModel
 from proa.hybrid.moves import Moves
 from proa.machine.cost.heat import Swap
 from proa.native.pool import Pool
@@ -108,3 +110,52 @@ class PromptCopier:
 
     def close(self) -> None:
         pass
+
+
+def check_places(hybrid: HybridModel, inclusive: bool, fewest: int | None = None) -> None:
+    """Check that the tables map every expert to one side, and at least `fewest` of each layer, or as many as at the
+    start, to the GPU."""
+    moves = hybrid.moves
+    assert moves is not None
+    for i, layer in enumerate(hybrid.layers):
+        memory, residency = layer.memory, moves.tables.residency[i]
+        up, cpu = residency.up.cpu(), residency.cpu.cpu()
+        assert ((up != 0) ^ (cpu >= 0)).all()
+        assert (up != 0).sum() >= (len(memory.slots.resident) if fewest is None else fewest)
+        assert len(set(up[up != 0].tolist())) == (up != 0).sum()
+        numbers = cpu[cpu >= 0].tolist()
+        assert len(set(numbers)) == len(numbers)
+        if inclusive:
+            assert numbers == [e for e in range(memory.experts) if not up[e]]
+
+
+class Flight:
+    """Up to three steps in flight; named: the addresses in the tables of each, on both sides."""
+
+    def __init__(self, hybrid: HybridModel) -> None:
+        self._hybrid = hybrid
+        self.named: list[list[range]] = []
+
+    def begin(self) -> None:
+        self._hybrid.begin()
+        self.named.append([place for memory in self._layers() for place in memory])
+        self._hybrid.launched()
+
+    def end(self) -> None:
+        self._hybrid.end()
+        del self.named[0]
+
+    def writes(self, to: Tensor) -> None:
+        for step in self.named:
+            assert not any(place.start < to.data_ptr() + to.nbytes and to.data_ptr() < place.stop for place in step)
+
+    def _layers(self) -> Iterator[list[range]]:
+        assert self._hybrid.tables is not None
+        for layer, residency in zip(self._hybrid.layers, self._hybrid.tables.residency, strict=True):
+            shape = layer.memory.shape
+            for of, addresses in ((shape.up, residency.up), (shape.down, residency.down)):
+                yield [range(at, at + of.matrix_bytes) for at in addresses.tolist() if at]
+            for number in residency.cpu[residency.cpu >= 0].tolist():
+                yield [
+                    range(t.data_ptr(), t.data_ptr() + t.nbytes) for side in layer.memory.in_place(number) for t in side
+                ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor
 
 from engines import load_decoder, run_step
-from hybrid.restless import DEVICES, PromptCopier, SlowCopier, SlowCopy, restless
+from hybrid.restless import DEVICES, Flight, PromptCopier, SlowCopier, SlowCopy, check_places, restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
-from proa.hybrid.model import HybridModel
 from proa.hybrid.moves import Moves
 from proa.native.doorbell import Counters
 from proa.native.formats import Format
@@ -76,22 +76,6 @@ def check_logits(folder: Path, asks: int, inclusive: bool, device: str, pool: Po
     return model.moves
 
 
-def check_places(hybrid: HybridModel, inclusive: bool) -> None:
-    """Check that the tables map every expert to one side, where its own bytes are."""
-    moves = hybrid.moves
-    assert moves is not None
-    for i, layer in enumerate(hybrid.layers):
-        memory, residency = layer.memory, moves.tables.residency[i]
-        up, cpu = residency.up.cpu(), residency.cpu.cpu()
-        assert ((up != 0) ^ (cpu >= 0)).all()
-        assert (up != 0).sum() >= len(memory.slots.resident)
-        assert len(set(up[up != 0].tolist())) == (up != 0).sum()
-        numbers = cpu[cpu >= 0].tolist()
-        assert len(set(numbers)) == len(numbers)
-        if inclusive:
-            assert numbers == [e for e in range(memory.experts) if not up[e]]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inclusive", [True, False])
 def test_hot_experts_move_to_the_gpu(inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
@@ -141,36 +125,17 @@ def test_a_simulated_link_is_throttled(rate: float | None) -> None:
     copier.close()
 
 
-class Flight:
-    """Up to three steps in flight; named: the addresses in the tables of each, on both sides."""
-
-    def __init__(self, hybrid: HybridModel) -> None:
-        self._hybrid = hybrid
-        self.named: list[list[range]] = []
-
-    def begin(self) -> None:
-        self._hybrid.begin()
-        self.named.append([place for memory in self._layers() for place in memory])
-        self._hybrid.launched()
-
-    def end(self) -> None:
-        self._hybrid.end()
-        del self.named[0]
-
-    def writes(self, to: Tensor) -> None:
-        for step in self.named:
-            assert not any(place.start < to.data_ptr() + to.nbytes and to.data_ptr() < place.stop for place in step)
-
-    def _layers(self) -> Iterator[list[range]]:
-        assert self._hybrid.tables is not None
-        for layer, residency in zip(self._hybrid.layers, self._hybrid.tables.residency, strict=True):
-            shape = layer.memory.shape
-            for of, addresses in ((shape.up, residency.up), (shape.down, residency.down)):
-                yield [range(at, at + of.matrix_bytes) for at in addresses.tolist() if at]
-            for number in residency.cpu[residency.cpu >= 0].tolist():
-                yield [
-                    range(t.data_ptr(), t.data_ptr() + t.nbytes) for side in layer.memory.in_place(number) for t in side
-                ]
+def test_memory_outlives_a_copy() -> None:
+    """An engine may be discarded during a copy, which goes on writing."""
+    copier = HostCopier(4e6)
+    source, to = torch.ones(400_000, dtype=torch.uint8), torch.zeros(400_000, dtype=torch.uint8)
+    seen = weakref.ref(to)
+    copy = copier.start([(to, source)])
+    del to
+    assert seen() is not None
+    copier.close()
+    assert copy.done()
+    assert bool(copy.pairs[0][0].all())
 
 
 @dataclass

@@ -110,3 +110,36 @@ def test_no_spare_slots_beside_asked_experts() -> None:
     got = plan(QWEN3_30B, tight, context=1024, gpu_experts=str(most - 2), expert_placement="dynamic", vram=vram)
     assert counts(got) == [most - 2] * 48
     assert row(got, "expert placement")[1:] == ("uniform", "no room for the 144 MiB of VRAM that moving experts need")
+
+
+def test_kv_gets_what_is_asked_for_where_idle_pages_hold_experts() -> None:
+    """Each request may have a whole context, as far as experts keep a quarter of the VRAM beside dense weights."""
+    box, asked = machine(124, gpu(48)), {"context": 32768, "max_running": 4}
+    fixed, moving = (plan(QWEN3_30B, box, vram_moves=moves, **asked) for moves in ("off", "on"))
+    assert not check(fixed, QWEN3_30B).vram_moves
+    assert check(moving, QWEN3_30B).vram_moves
+    assert fixed.num_pages * fixed.page_tokens == 32768 + 3 * 8192
+    assert moving.num_pages * moving.page_tokens == 4 * 32768
+    assert row(moving, "VRAM moves") == ("on", "on", "idle pages of the KV cache hold experts, which RAM has too")
+    assert all(decision.name != "VRAM moves" for decision in fixed.decisions)
+    for options in (asked, {"max_running": 8}):
+        small, large = (check(plan(QWEN3_30B, machine(124, gpu(24)), vram_moves=m, **options), QWEN3_30B).vram
+                        for m in ("off", "on"))  # fmt: skip
+        assert large.kv_bytes >= small.kv_bytes
+        left = large.usable_bytes - large.used_bytes + large.kv_bytes + large.experts_bytes + large.ring_bytes
+        assert large.experts_bytes + large.spare_bytes + large.ring_bytes >= 0.2 * left
+
+
+@pytest.mark.parametrize(
+    ("box", "asked", "why"),
+    [
+        (machine(50, gpu(24)), {}, "RAM keeps no copies"),
+        (machine(50, gpu(24)), {"expert_placement": "dynamic", "context": 4096}, "RAM has no room for a copy of every"),
+        (machine(124, gpu(24)), {"expert_placement": "front-loading"}, "experts do not move"),
+        (machine(124, gpu(24)), {"deterministic": True}, "deterministic"),
+        (machine(124), {}, "needs a GPU"),
+    ],
+)
+def test_vram_cannot_move_everywhere(box: Machine, asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        plan(QWEN3_30B, box, vram_moves="on", **asked)

@@ -66,7 +66,8 @@ class PrefixCache:
         self._root = PrefixNode("", -1, None)
         self._num_pages = 0
         self._num_idle = 0
-        self._clock = itertools.count(1)
+        self.uses = 0  # unlocks so far, which is the latest stamp
+        self._ties = itertools.count()
         self._leaves: list[tuple[int, int, PrefixNode]] = []  # heap of (stamp, tie, node), may hold stale entries
 
     @property
@@ -130,7 +131,8 @@ class PrefixCache:
         """Undo one `lock`; the path counts as used now. Raises IntegrityError if it is not locked."""
         if node.busy < 1:
             raise IntegrityError(f"the node of page {node.page} is not locked")
-        node.stamp = next(self._clock)
+        self.uses += 1
+        node.stamp = self.uses
         at: PrefixNode | None = node
         while at is not None:
             at.busy -= 1
@@ -165,13 +167,16 @@ class PrefixCache:
         self.unlock(start)
         return node, held
 
-    def evict(self, num_pages: int) -> int:
+    def evict(self, num_pages: int, last_use: int | None = None) -> int:
         """Free up to `num_pages` idle pages, least recently used first, always from the leaves; O(log n) each.
+        last_use: only those not used since `uses` had this value.
 
-        Returns the number freed, which is less than `num_pages` only if num_evictable was.
+        Returns the number freed, which is less than `num_pages` only if num_evictable was, or because of last_use.
         """
         freed = 0
         while freed < num_pages and self._leaves:
+            if last_use is not None and self._leaves[0][0] > last_use:
+                break
             stamp, _, node = heapq.heappop(self._leaves)
             parent = node.parent
             if parent is None or node.busy or node.children or node.stamp != stamp:
@@ -239,7 +244,7 @@ class PrefixCache:
         """Put `node` in the heap of leaves if it is idle and a leaf; drop stale entries when they outnumber pages."""
         if node.busy or node.children or node is self._root:
             return
-        heapq.heappush(self._leaves, (node.stamp, next(self._clock), node))
+        heapq.heappush(self._leaves, (node.stamp, next(self._ties), node))
         if len(self._leaves) > 2 * self._num_pages + 64:
             self._leaves = [entry for entry in self._leaves if entry[0] == entry[2].stamp and entry[2].parent]
             heapq.heapify(self._leaves)

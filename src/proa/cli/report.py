@@ -10,8 +10,9 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
                   loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, prefix_cache_bytes, kv_pages,
                   page_tokens, state_copies} of RAM; kv_pages and state_copies count those in VRAM too
     gpus         of each rank {rank, host, index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement,
-                  blocks, experts, expert_bytes, owners, resident, spare, co_fetch, co_fetch_half, read_ahead,
-                  ring_bytes, prefill, doorbell, fp8_activations, deferred, inclusive, prompt_graphs, device, gpu_only};
+                  blocks, experts, expert_bytes, owners, resident, spare, vram_moves, co_fetch, co_fetch_half,
+                  read_ahead, ring_bytes, prefill, doorbell, fp8_activations, deferred, inclusive, prompt_graphs,
+                  device, gpu_only};
                   none without a GPU; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
                   dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
                   states_bytes, ring_bytes}; blocks, experts, expert_bytes, owners and resident have one entry per MoE

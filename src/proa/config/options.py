@@ -242,6 +242,12 @@ class GpuOptions:
         "used are moved in; auto: dynamic if RAM keeps copies of the experts, else uniform",
         choices=("auto", "dynamic", "uniform", "front-loading", "frequency"),
     )
+    vram_moves: str = option(
+        "off",
+        help="on: while sequences are short, idle pages of the KV cache hold additional experts; needs experts that "
+        "move, and copies of all in RAM (docs/gpu.md)",
+        choices=("off", "on"),
+    )
     expert_counts: str | None = option(
         None, help="file written by --save-expert-counts: at start, each layer's most used experts are put into VRAM",
         metavar="FILE",

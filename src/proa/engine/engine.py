@@ -43,7 +43,9 @@ class Engine:
         self.vocab = vocab
         self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.executor.spec.ropes), default=None)
-        self.stalls = False  # the last step could not be planned before copies of KV pages are done
+        self.stalls = (
+            False  # the last step could not be planned before copies of KV pages are done, or lent ones are back
+        )
         self._ahead: Flight | None = None  # launched before the results of the step before were taken
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # sent with the request's first token
 
@@ -51,11 +53,16 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether keep_up() should be called every second or so while there is no work."""
+        return self.scheduler.room.lent.due_later
+
     def keep_up(self) -> bool:
-        """Take the results of copies of KV pages that finished since the last step. Returns whether more are under way,
+        """Go on with copies of KV pages and with lent pages since the last step. Returns whether more is under way,
         so that it should be called again soon. For use while there is no work, or no step that could be launched."""
-        self.scheduler.behind.collect()
-        return self.scheduler.behind.busy
+        self.scheduler.collect()
+        return self.scheduler.stalls
 
     def submit(self, request: EngineRequest, matcher: Follower | None = None) -> None:
         """Queue a sequence. matcher: of its constraint or budget, if it has one. Raises RequestError for ids outside
@@ -90,7 +97,7 @@ class Engine:
         restored, or for memory that is being copied. The next step is launched before that if the
         executor can continue without the sampled tokens on the host. Returns the step's events."""
         flight = self._oldest()
-        self.stalls = flight is None and self.scheduler.behind.busy
+        self.stalls = flight is None and self.scheduler.stalls
         if flight is None:
             return self._progress_beside()
         self.runner.sample(flight, self.scheduler.counts)

@@ -27,7 +27,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
-    pages_free: int = 0
+    pages_free: int = 0  # with those that are lent to experts
     pages_cached: int = 0  # held only by the prefix cache, evictable at once
     state_copies: int = 0  # cached copies of recurrent states
     steps: int = 0
@@ -72,7 +72,7 @@ class CpuExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResidencyStats(msgspec.Struct, frozen=True, array_like=True):
-    """Which selected experts were in VRAM; counted where experts move, or on request."""
+    """Which selected experts were in VRAM; counted where experts move, or on request. Gauges from lent_slots on."""
 
     looks: int = 0  # times that selections were counted
     choices: int = 0  # (token, expert) pairs
@@ -80,6 +80,8 @@ class ResidencyStats(msgspec.Struct, frozen=True, array_like=True):
     hit_bytes: int = 0  # of selected experts in VRAM, each once per step
     missed_bytes: int = 0  # of selected experts elsewhere, each once per step
     moved_bytes: int = 0  # copied between VRAM and RAM, both ways
+    lent_slots: int = 0  # experts in idle KV pages
+    lent_bytes: int = 0  # of idle KV pages that hold experts, or soon will
 
 
 class PrefillStats(msgspec.Struct, frozen=True, array_like=True):
@@ -178,7 +180,8 @@ def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats, PrefillS
     )  # fmt: skip
     residency = ResidencyStats(
         looks=done.looks, choices=done.choices, hits=done.hits, hit_bytes=done.hit_bytes,
-        missed_bytes=done.missed_bytes, moved_bytes=done.moved_bytes,
+        missed_bytes=done.missed_bytes, moved_bytes=done.moved_bytes, lent_slots=done.lent_slots,
+        lent_bytes=done.lent_bytes,
     )  # fmt: skip
     prefill = PrefillStats(
         passes=done.passes, tokens=done.pass_tokens, streamed=done.streamed, left_to_cpu=done.left_to_cpu,

@@ -28,6 +28,9 @@ class Copier(Protocol):
     def start(self, pairs: Pairs) -> Copy:
         """Start copies, in order, after those started before. Neither side may be written until the copy is done."""
 
+    def clear(self, memories: Sequence[Tensor]) -> Copy:
+        """Start filling memory of the device with zeros, after the copies started before."""
+
     def close(self) -> None:
         """Finish all copies that were started."""
 
@@ -50,8 +53,17 @@ class GpuCopier:
         with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
+            return self._recorded()
+
+    def clear(self, memories: Sequence[Tensor]) -> Copy:
+        with torch.cuda.stream(self._stream):
+            for memory in memories:
+                memory.zero_()
+            return self._recorded()
+
+    def _recorded(self) -> _Recorded:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         return _Recorded(event)
 
     def close(self) -> None:
@@ -77,7 +89,17 @@ class HostCopier:
         self._thread.start()
 
     def start(self, pairs: Pairs) -> Copy:
-        return self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
+        copy = self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
+        copy.pairs = pairs
+        return copy
+
+    def clear(self, memories: Sequence[Tensor]) -> Copy:
+        """At once: the device's own memory does not cross the link."""
+        for memory in memories:
+            memory.zero_()
+        copy = HostCopy()
+        copy.arrived.set()
+        return copy
 
     def start_spans(self, spans: Sequence[tuple[int, int, int]]) -> HostCopy:
         """Start copies between addresses: (to, from, bytes)."""
@@ -107,10 +129,11 @@ class HostCopier:
 
 
 class HostCopy:
-    """seconds: duration of the copy, once it is done."""
+    """seconds: duration of the copy, once it is done. pairs: kept, so that their memory outlives the copy."""
 
     def __init__(self) -> None:
         self.arrived, self.seconds = threading.Event(), 0.0
+        self.pairs: Pairs = ()
 
     def done(self) -> bool:
         return self.arrived.is_set()

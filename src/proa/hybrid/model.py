@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from proa.hybrid.choices import NONE, Choices
 from proa.hybrid.co_fetch import CoFetch
@@ -19,6 +20,7 @@ from proa.hybrid.counting import Counting
 from proa.hybrid.deferral import Deferral
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.loans import Loans, room_bytes
 from proa.hybrid.moves import Moves
 from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Ring
@@ -89,6 +91,7 @@ class HybridModel:
         self._made: dict[int, HybridExperts] = {}  # by the block's number
         self.transport: Transport | None = None
         self.moves: Moves | None = None
+        self._loans: Loans | None = None
         self.counting: Counting | None = None
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
@@ -290,13 +293,63 @@ class HybridModel:
         """Prepare the launch of a step on the current stream. Other steps may be in flight: each needs its own `end`,
         in launch order."""
         self._launched += 1
-        if self.moves is not None and not (self._in_pass or self._aside):  # the tables of a pass stay as they are
-            self.moves.before(self._launched, self._ended)
+        self._update(self._launched)
         if self.tables is not None:
             self._balance(self.tables)
             self.tables.publish()
         if self.transport is not None:
             self.transport.arm()
+
+    def _update(self, step: int) -> None:
+        """Update tables before launch number `step`. The tables of a pass stay as they are."""
+        if self.moves is not None and not (self._in_pass or self._aside):
+            self.moves.before(step, self._ended)
+            if self._loans is not None:
+                self._loans.before(step, self._ended)
+
+    # ---- lent pages (engine/scheduling/lending.py calls)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of device memory that hold any expert."""
+        return room_bytes([layer.memory for layer in self.layers])
+
+    def may_lend(self, rooms: Sequence[Sequence[Tensor]]) -> None:
+        """rooms: of each lot of KV pages, uint8 [room_bytes]. Raises ValueError unless experts move and RAM has all."""
+        if self.moves is None:
+            raise ValueError("KV pages can be lent only where experts move")
+        self._loans = Loans(self.moves, rooms, self._placement.spare)
+
+    def lend(self, lot: int) -> None:
+        """Use the lot's pages, which stay free until it returns."""
+        self._lent.lend(lot, self._launched)
+
+    def take_back(self, lot: int) -> None:
+        """Give up a lent lot: it returns once no launch reads its experts."""
+        self._lent.take_back(lot)
+
+    def returned(self) -> list[int]:
+        """Between launches: go on with loans. Returns the lots whose pages may be used again, since the last call."""
+        self._update(self._launched + 1)
+        if self._ended == self._launched and not (self._in_pass or self._aside):
+            self._lent.meanwhile()
+        return self._lent.returned()
+
+    @property
+    def rooms_wanted(self) -> int:
+        """Rooms that experts in RAM could fill, beyond those that are lent."""
+        return self._lent.wanted
+
+    @property
+    def filling(self) -> bool:
+        """Whether experts are being copied to lent lots, or soon will be, also while nothing is launched."""
+        return self._lent.busy
+
+    @property
+    def _lent(self) -> Loans:
+        if self._loans is None:
+            raise ValueError("no pages can be lent before may_lend()")
+        return self._loans
 
     def _balance(self, tables: Tables) -> None:
         if self.co_fetch is None or self.transport is None or not update_is_due(self._launched, self._ended):
@@ -312,6 +365,8 @@ class HybridModel:
         seen = None if self.counting is None else self.counting.look()
         if self.moves is not None:
             self.moves.meanwhile(seen, may_start=not self._in_pass)
+        if self._loans is not None and not self._in_pass:
+            self._loans.meanwhile()
 
     def end(self) -> None:
         """The device has finished the oldest step in flight. Raises what failed on the CPU."""
@@ -330,7 +385,10 @@ class HybridModel:
         if self.counting is None:
             return cpu
         moved_bytes = 0 if self.moves is None else self.moves.moved.nbytes
-        return replace(cpu, **asdict(self.counting.tally), moved_bytes=moved_bytes)
+        lent = (0, 0) if self._loans is None else (self._loans.num_slots, self._loans.nbytes)
+        return replace(
+            cpu, **asdict(self.counting.tally), moved_bytes=moved_bytes, lent_slots=lent[0], lent_bytes=lent[1]
+        )
 
     def close(self) -> None:
         """Finish all copies. No step may be under way."""

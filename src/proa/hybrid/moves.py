@@ -16,12 +16,12 @@ Why no step sees half a move: tables change on the steps' stream, between two st
 in flight and read what the tables named then: a slot or a place in RAM that tables no longer name is written only once
 all of these steps have ended. (A late worker of the CPU may read such a place even then; its result is dropped.)
 No step waits for a copy or for a table update.
-Experts that a prompt copied to the ring get slots from there: promotions.py.
+Experts that a prompt copied to the ring get slots from there: promotions.py. Slots in lent KV pages: loans.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ from proa.hybrid.counting import Seen
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.hybrid.tables import Tables
-from proa.machine.cost.heat import Heat, Swap, swaps_with_room
+from proa.machine.cost.heat import Heat, Swap, choose_arrivals, coldest, swaps_with_room
 from proa.models.ranks import CPU
 
 _Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
@@ -45,6 +45,17 @@ class _Move:
     slot: Slot  # the promoted expert's
     copy: Copy | None
     came: int | None = None  # the first step with the promoted expert on the device; then the evicted one is copied out
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A slot that no table names from step `since` on. spare: it becomes a spare one, unless its memory is taken
+    back."""
+
+    since: int
+    size: _Size
+    slot: Slot
+    spare: bool
 
 
 class _Launched:
@@ -82,7 +93,11 @@ class Moves:
         self.moved = Moved()
         self.layers, self.tables, self.inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
-        self._left: list[tuple[int, _Size, Slot]] = []  # (first step whose tables do not name the slot, size, slot)
+        self._left: list[_Left] = []
+        self.lent: set[int] = set()  # addresses of slots in memory that is taken back later
+        self._leaving: set[int] = set()  # of these, those that become free no more
+        self._gone: list[int] = []  # of these, those that no step reads any more
+        self._owed: dict[_Size, int] = {}  # spare slots that left, and must be replaced by others
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
         for layer, size in zip(layers, self._size, strict=True):
             if size not in self._spare:
@@ -111,10 +126,22 @@ class Moves:
         self._moves = [
             move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move, step))
         ]
-        for since, size, slot in self._left:
-            if self._unread(since):
-                self._spare[size].append(slot)
-        self._left = [left for left in self._left if not self._unread(left[0])]
+        self._repay(step)
+        for left in self._left:
+            if self._unread(left.since):
+                self._free(left)
+        self._left = [left for left in self._left if not self._unread(left.since)]
+
+    def _free(self, left: _Left) -> None:
+        if left.slot.address not in self._leaving:
+            self._spare[left.size].append(left.slot)
+            return
+        self._gone.append(left.slot.address)
+        if left.spare:
+            self._owe(left.size)
+
+    def _owe(self, size: _Size) -> None:
+        self._owed[size] = self._owed.get(size, 0) + 1
 
     def meanwhile(self, seen: Seen | None, *, may_start: bool = True) -> None:
         """Update heat and, if they may start, start copies, beside steps in flight. seen: choices since the last
@@ -163,6 +190,91 @@ class Moves:
         self.moved.experts += 1
         return slot
 
+    # ---- slots in memory that comes and goes; RAM must have all experts
+
+    def fetch(self, layer: int, expert: int, slot: Slot) -> Copy:
+        """Start copying an expert to a slot, which no step in flight may use; `place` follows. It does not move
+        meanwhile."""
+        pairs = slot.parts(*self.layers[layer].in_place(self._where[layer].number_of[expert]))
+        self._movable[layer, expert] = False
+        self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
+        return self._copier.start(pairs)
+
+    def place(self, layer: int, expert: int, slot: Slot) -> None:
+        """From the next `publish` on, the GPU computes a fetched expert, in this slot, whose memory is lent."""
+        self.lent.add(slot.address)
+        self._where[layer].slot_of[expert] = slot
+        self.tables.to_gpu(layer, expert, slot)
+        self._resident[layer, expert] = self._movable[layer, expert] = True
+        self._resized()
+
+    def forget(self, layer: int, expert: int) -> None:
+        """A fetched expert is not placed."""
+        self._movable[layer, expert] = True
+
+    @property
+    def num_movable_in_ram(self) -> int:
+        """Number of experts that slots in lent memory could get."""
+        return int((~self._resident & self._movable).sum())
+
+    def arrivals(self, most: int) -> list[tuple[int, int]]:
+        """Up to `most` experts in RAM, (layer, expert), that should get additional slots."""
+        counts = [layer.experts for layer in self.layers]
+        return choose_arrivals(self.heat.heat, self._resident, self._movable, counts, most)
+
+    def clear(self, memories: Sequence[torch.Tensor]) -> Copy:
+        """Start filling memory that no step uses with zeros."""
+        return self._copier.clear(memories)
+
+    def give_up(self, leaving: Collection[int], step: int) -> None:
+        """Have these lent slots, by address, not be named from step `step` on, before which this is called: the CPU
+        gets their experts. Those of moves under way follow at a later call, once these have ended."""
+        self._leaving.update(leaving)
+        for layer, where in enumerate(self._where):
+            for expert, slot in list(where.slot_of.items()):
+                if slot.address in leaving and self._movable[layer, expert]:
+                    self._evict(layer, expert, step, spare=False)
+        for size, slots in self._spare.items():
+            out = [slot for slot in slots if slot.address in leaving]
+            self._gone += [slot.address for slot in out]
+            self._spare[size] = [slot for slot in slots if slot.address not in leaving]
+            for _ in out:
+                self._owe(size)
+        self._repay(step)
+        self._resized()
+
+    def _resized(self) -> None:
+        self.heat.resize(self._resident.sum(1).tolist())
+
+    def gone(self) -> list[int]:
+        """The slots given up, by address, that no step reads since the last call."""
+        gone, self._gone = self._gone, []
+        self.lent.difference_update(gone)
+        self._leaving.difference_update(gone)
+        return gone
+
+    def _repay(self, step: int) -> None:
+        """For each spare slot that left, evict the coldest expert of that size from a slot that stays."""
+        for size, owed in list(self._owed.items()):
+            stays = np.zeros_like(self._resident)
+            for layer, where in enumerate(self._where):
+                if self._size[layer] == size:
+                    stays[layer, [e for e, slot in where.slot_of.items() if slot.address not in self.lent]] = True
+            cold = coldest(self.heat.heat, stays & self._movable, owed)
+            for layer, expert in cold:
+                self._evict(layer, expert, step, spare=True)
+            self._owed[size] = owed - len(cold)
+            if not self._owed[size]:
+                del self._owed[size]
+            self._resized()
+
+    def _evict(self, layer: int, expert: int, step: int, *, spare: bool) -> None:
+        where = self._where[layer]
+        self.layers[layer].bring_bias(expert, where.number_of[expert])
+        self.tables.to_cpu(layer, expert, where.number_of[expert])
+        self._resident[layer, expert] = False
+        self._left.append(_Left(step, self._size[layer], where.slot_of.pop(expert), spare))
+
     def _unread(self, since: int) -> bool:
         """True once all steps before step `since` have ended: none reads what the tables no longer name from it on."""
         return self._ended >= since - 1
@@ -196,11 +308,8 @@ class Moves:
                 return False
         if not self.inclusive:
             where.number_of[swap.evict] = where.number_of.pop(swap.promote)
-        self.layers[swap.layer].bring_bias(swap.evict, where.number_of[swap.evict])
-        self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
-        self._resident[swap.layer, swap.evict] = False
+        self._evict(swap.layer, swap.evict, step, spare=True)
         self._movable[swap.layer, [swap.promote, swap.evict]] = True
-        self._left.append((step, self._size[swap.layer], where.slot_of.pop(swap.evict)))
         self.moved.experts += 1
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ class Slot:
 
     up: Tensor
     down: Tensor
+
+    @cached_property
+    def address(self) -> int:
+        return self.up.data_ptr()
 
     def parts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pair parts of the slot with the spans of an expert's packed bytes, in panel order: (slot's part, span)."""

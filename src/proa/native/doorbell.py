@@ -154,6 +154,8 @@ class Counters:
     hit_bytes: int = 0  # weights of the hits, each expert once per step
     missed_bytes: int = 0  # weights of the other choices, each expert once per step
     moved_bytes: int = 0  # weights of experts that changed places, copied both ways
+    lent_slots: int = 0  # in idle KV pages, now; filled by hybrid/model.py, as the next one
+    lent_bytes: int = 0  # of lent pages' rooms, now
     passes: int = 0  # steps in parts whose experts in RAM were divided
     pass_tokens: int = 0
     streamed: int = 0  # experts copied to the ring in these passes, over all layers

@@ -98,6 +98,8 @@ SAMPLED: dict[str, Declared] = {
     "residency.moved_bytes": Declared(
         "proa_expert_moved_bytes", "counter", "Bytes of experts copied between VRAM and RAM, in both directions"
     ),
+    "residency.lent_slots": Declared("proa_lent_expert_slots", "gauge", "Experts that are in idle KV pages"),
+    "residency.lent_bytes": Declared("proa_lent_bytes", "gauge", "Bytes of idle KV pages that are lent to experts"),
     "prefill.passes": Declared("proa_prefill_passes", "counter", "Prefill steps whose experts in RAM were divided"),
     "prefill.tokens": Declared("proa_prefill_pass_tokens", "counter", "Tokens of these steps"),
     "prefill.streamed": Declared("proa_prefill_streamed_experts", "counter", "Experts copied to the GPU for them"),

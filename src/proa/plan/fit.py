@@ -132,10 +132,12 @@ def _pages_asked(case: Case) -> int | None:
 
 
 def _wanted_pages(case: Case, context: int) -> int:
-    """Pages for one context and a share for each further request, limited by memory; at least one context."""
+    """Pages for one context and a share for each further request, limited by memory; at least one context. With
+    --vram-moves the share is a whole context, since idle pages hold experts."""
     need, others = case.need, case.options.scheduler.max_running - 1
     least = need.pages(context)
-    wanted = least + others * need.pages(min(context, FURTHER_REQUEST_TOKENS))
+    whole = case.options.gpus.vram_moves == "on"
+    wanted = least + others * need.pages(context if whole else min(context, FURTHER_REQUEST_TOKENS))
     more = range(least + 1, wanted + 1)
     return least + bisect_right(more, case.usable_bytes, key=lambda pages: need.total_bytes(context, pages))
 

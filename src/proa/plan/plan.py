@@ -96,6 +96,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     vram: VramBudget
     placement: str  # uniform, front-loading, frequency; dynamic: uniform at first
     blocks: tuple[int, ...] = ()  # block number of each MoE layer
+    vram_moves: bool = False  # idle KV pages hold experts
     expert_bytes: tuple[int, ...] = ()  # packed bytes of one expert
     owners: Owners = ()  # of all experts, for each layer the same on every rank
     spare: int = 0  # spare slots for each size of experts: so many may move at once

@@ -167,7 +167,8 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
     UsageError, and ResourceError if it fits neither."""
     options = case.options.gpus
     asked = asked_gpu(options.gpu)
-    certain = asked.explicit or asks_for_experts(options)
+    moves = options.vram_moves == "on"
+    certain = asked.explicit or asks_for_experts(options) or moves
     chosen = choose(asked, case.machine)
     why, refused = chosen.why, None
     if chosen.gpu is not None and (hindered := _hindrance(case, chosen.gpu)):
@@ -181,6 +182,9 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
             if certain:
                 raise
             why, refused = error.message.rstrip("."), error
+    elif moves:
+        raise UsageError(f"--vram-moves on needs a GPU, but none is used: {why}.", "Leave --vram-moves out, or see "
+                         "`proa doctor`.", param="vram_moves")  # fmt: skip
     elif certain:
         raise UsageError(f"Experts in VRAM were requested, but no GPU is used: {why}.", "Leave --gpu-experts and "
                          "--gpu-resident-layers out, or see `proa doctor`.", param="gpu_experts")  # fmt: skip

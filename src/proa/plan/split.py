@@ -42,6 +42,9 @@ LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
 
 _RANK = 0  # one GPU is planned
 
+# Share of the VRAM beside dense weights that context and KV leave to experts, unless --context asks for more.
+EXPERTS_SHARE, MOVING_EXPERTS_SHARE = 1 / 2, 1 / 4  # where idle pages hold experts
+
 STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
 
@@ -145,6 +148,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     total_bytes = sum(layer.total_bytes for layer in layers)
     beside = left_bytes - total_bytes if experts_bytes == total_bytes else 0
     need, graphs = _with_prompt_graphs(case, gpu, need, batch_tokens, beside)
+    if asked.vram_moves == "on":
+        placed = _with_moves(case, placed)
     if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
     in_ram_bytes = total_bytes if placed.inclusive else total_bytes - experts_bytes
@@ -163,6 +168,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
         owners=placed.owners,
         spare=placed.spare,
+        vram_moves=asked.vram_moves == "on",
         ring_bytes=ring.nbytes,
         prefill=asked.prefill,
         doorbell=asked.doorbell,
@@ -181,6 +187,23 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
     streamed = 0 if ring.cells is None else ring.cells.streamed_from
     return Split(plan, memory, need, fitted, (*rows, *ring_rows), ring.pass_tokens, streamed)
+
+
+def _with_moves(case: Case, placed: _Placed) -> _Placed:
+    """The placement with a row for --vram-moves. Raises UsageError where experts cannot leave VRAM without a copy, or
+    must stay where they are."""
+    why = ""
+    if case.options.scheduler.deterministic:
+        why = "--deterministic computes each expert where it is at the start"
+    elif not placed.spare:
+        why = "; ".join(row.why for row in placed.decisions) or "the model has no routed experts"
+    elif not placed.inclusive:
+        why = "RAM has no room for a copy of every expert, so those in idle KV pages could not be given up at once"
+    if why:
+        remedy = "Leave --vram-moves out."
+        raise UsageError(f"--vram-moves on needs experts that move: {why}.", remedy, param="vram_moves")
+    row = Decision("VRAM moves", "on", "on", "idle pages of the KV cache hold experts, which RAM has too")
+    return replace(placed, decisions=(*placed.decisions, row))
 
 
 def _ram_budget(
@@ -348,12 +371,13 @@ def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
 
 
 def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int) -> int:
-    """VRAM that context and KV leave to experts, unless --context asks for more: half of what dense weights leave, less
-    if all wanted experts need less, and at least `least_bytes`.
+    """VRAM that context and KV leave to experts, unless --context asks for more: a share of what dense weights leave,
+    less if all wanted experts need less, and at least `least_bytes`.
     """
     wanted_bytes = _bytes_of(layers, wish.counts(layers))
-    half = (case.usable_bytes - case.need.total_bytes(0, 0)) // 2
-    return max(min(wanted_bytes, half), least_bytes)
+    share = MOVING_EXPERTS_SHARE if case.options.gpus.vram_moves == "on" else EXPERTS_SHARE
+    left_bytes = int((case.usable_bytes - case.need.total_bytes(0, 0)) * share)
+    return max(min(wanted_bytes, left_bytes), least_bytes)
 
 
 def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:

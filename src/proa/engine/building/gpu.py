@@ -30,6 +30,7 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
+from proa.engine.building.lending import Lender, new_lender
 from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.building.start_time import WARM_UP_S, within
 from proa.engine.building.timeline import Timeline
@@ -114,6 +115,7 @@ class GpuBuild:
         self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
+        self._lender: Lender | None = None
         if index != self._gpu.index:
             why = "CUDA numbers GPUs in another order than the driver: this device has the planned GPU's UUID"
             self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
@@ -164,6 +166,8 @@ class GpuBuild:
         tried = trial.result(executor, report, executor.keep_graphs)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         self._timeline.mark("plan trial")
+        self._lender, rows = new_lender(plan, self._hybrid, caches)
+        self._decisions += rows
         return Runner(executor, plan.page_tokens)
 
     def _queues(self) -> Queues:
@@ -241,6 +245,9 @@ class GpuBuild:
 
     def saver(self) -> CountSaver | None:
         return saver_of(self._plan, self._hybrid)
+
+    def lender(self) -> Lender | None:
+        return self._lender
 
     def ready(self, load_seconds: float) -> Ready:
         ops = f"triton sm_{self._traits.capability}"

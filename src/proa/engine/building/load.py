@@ -75,12 +75,21 @@ def load_engine(
     runner = build.runner(report)
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
-    turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers)
+    turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers, build.lender())
     engine = Engine(runner, scheduler, declared.spec.vocab, build.saver(), turns, helpers, tiers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")
     return engine, msgspec.structs.replace(build.ready(load_seconds), timeline=timeline.marks)
+
+
+class Lender(Protocol):
+    """Lends idle KV pages to experts (building/lending.py)."""
+
+    def lend_to(
+        self, scheduler: Scheduler, allocator: PageAllocator, cache: PrefixCache | None, *, tiers: bool
+    ) -> None:
+        """Have the scheduler lend idle pages. tiers: evicted prefixes are kept behind the prefix cache."""
 
 
 class Build(Protocol):
@@ -105,6 +114,9 @@ class Build(Protocol):
 
     def saver(self) -> CountSaver | None:
         """The writer of expert counts, if the plan saves them. Called after `runner`."""
+
+    def lender(self) -> Lender | None:
+        """What lends idle KV pages to experts, if the plan does. Called after `runner`."""
 
     def ready(self, load_seconds: float) -> Ready: ...
 
@@ -182,6 +194,9 @@ class _Eager:
     def saver(self) -> CountSaver | None:
         return None
 
+    def lender(self) -> Lender | None:
+        return None
+
     def ready(self, load_seconds: float) -> Ready:
         nbytes = self._spec.num_params * self._dtype.itemsize
         return Ready(
@@ -235,6 +250,9 @@ class _Native:
     def saver(self) -> CountSaver | None:
         return None
 
+    def lender(self) -> Lender | None:
+        return None
+
     def ready(self, load_seconds: float) -> Ready:
         formats = dict(self._memory.bytes_by_format)
         return Ready(
@@ -251,14 +269,18 @@ class _Native:
         )
 
 
-def new_scheduler(plan: Plan, tiers: Tiers | None = None) -> Scheduler:
-    """A scheduler with the planned limits, pages and prefix cache, all empty. tiers: behind the prefix cache."""
-    allocator = PageAllocator(plan.num_pages)
+def new_scheduler(plan: Plan, tiers: Tiers | None = None, lender: Lender | None = None) -> Scheduler:
+    """A scheduler with the planned limits, pages and prefix cache, all empty. tiers: behind the prefix cache. lender:
+    lends its idle pages."""
+    allocator = PageAllocator(plan.num_pages, lowest_first=lender is not None)
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
-    return Scheduler(
+    scheduler = Scheduler(
         Limits.of(plan), allocator, prefix_cache, turns=plan.max_itl is not None, phases=_phases(plan), tiers=tiers
     )  # fmt: skip
+    if lender is not None:
+        lender.lend_to(scheduler, allocator, prefix_cache, tiers=tiers is not None)
+    return scheduler
 
 
 def _phases(plan: Plan) -> Phases:

@@ -283,6 +283,9 @@ class _NoCopier:
     def start(self, pairs: Pairs) -> Copy:
         raise NotImplementedError("a rehearsal moves no experts")
 
+    def clear(self, memories: Sequence[Tensor]) -> Copy:
+        raise NotImplementedError("a rehearsal lends no pages")
+
     def close(self) -> None:
         pass
 

@@ -21,6 +21,7 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
+from proa.engine.building.lending import Lender, new_lender
 from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor, LikeGpu
@@ -68,6 +69,7 @@ class SimBuild:
         self._decisions: list[Decision] = []
         self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
         self._round_trip_us: float | None = None
+        self._lender: Lender | None = None
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
@@ -93,6 +95,8 @@ class SimBuild:
         executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, like=like)
         tried = trial.result(executor, report)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
+        self._lender, rows = new_lender(plan, self._hybrid, caches)
+        self._decisions += rows
         return Runner(executor, plan.page_tokens)
 
     def _co_fetch(self, ram_bytes_per_s: float) -> CoFetch:
@@ -124,6 +128,9 @@ class SimBuild:
 
     def saver(self) -> CountSaver | None:
         return saver_of(self._plan, self._hybrid)
+
+    def lender(self) -> Lender | None:
+        return self._lender
 
     def ready(self, load_seconds: float) -> Ready:
         ops = "torch, for a simulated GPU"

@@ -90,7 +90,8 @@ def serve(admission: Admission, engine: Engine, channel: Channel) -> None:
             if copied and not copying:
                 channel.send(engine.stats())
             busy = copying or admission.holds
-            came = channel.wait(POLL_MS if busy else CHECK_AFTER_MS if unchecked else IDLE_POLL_MS)
+            soon = unchecked or engine.has_idle_work
+            came = channel.wait(POLL_MS if busy else CHECK_AFTER_MS if soon else IDLE_POLL_MS)
             if unchecked and not busy and not came:
                 engine.scheduler.check()
                 unchecked = False

@@ -33,7 +33,7 @@ import heapq
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.scheduling.copying import CopyRules, copying
 from proa.engine.scheduling.integrity import check_lineups, check_pages, check_request, check_slots
@@ -41,6 +41,7 @@ from proa.engine.scheduling.phases import FreePhases, NextChunk, Phases
 from proa.engine.scheduling.policy import Limits, Lineup, goes_on, refuse_crowd, refuse_impossible
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 from proa.engine.scheduling.restoring import behind
+from proa.engine.scheduling.room import Room
 from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan, tokens_by_id
 from proa.engine.scheduling.tiers import Tiers
@@ -65,6 +66,7 @@ class Scheduler:
         FixedPhases, which allow one phase per step."""
         self.limits, self._allocator, self._cache = limits, allocator, prefix_cache
         self._phases: Phases = phases or FreePhases()
+        self.room = Room(allocator, prefix_cache)
         self.behind = behind(tiers, prefix_cache, allocator, self._phases)
         self._copying = copying(prefix_cache, copy_rules or CopyRules(), self.behind)
         self._requests: dict[str, Request] = {}
@@ -94,7 +96,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             pages_total=self._allocator.num_pages,
-            pages_free=self._allocator.num_free,
+            pages_free=self._allocator.num_free + self._allocator.num_lent,
             pages_cached=self._cache.num_evictable if self._cache else 0,
             state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
             **asdict(self._totals),
@@ -108,10 +110,8 @@ class Scheduler:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
         refuse_crowd(source, self.limits, self._waiting, len(self._running))
-        request = Request(
-            source, arrival=self._arrivals, context_tokens=self.limits.context_tokens,
-            page_tokens=self.limits.page_tokens, matcher=matcher,
-        )  # fmt: skip
+        tokens = {"context_tokens": self.limits.context_tokens, "page_tokens": self.limits.page_tokens}
+        request = Request(source, arrival=self._arrivals, matcher=matcher, **tokens)
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.add(request)
@@ -132,12 +132,22 @@ class Scheduler:
 
     # ---- a step
 
+    @property
+    def stalls(self) -> bool:
+        """Whether copies of pages or lent pages are under way, so that `collect` is due soon."""
+        return self.behind.busy or self.room.lent.busy
+
+    def collect(self) -> None:
+        """Go on with copies of pages and lent pages. Called before each step, and now and then while there is none."""
+        self.behind.collect()
+        self.room.lent.collect(len(self._running), len(self._waiting))
+
     def plan(self, prompt_tokens: int | None = None, short_tokens: int = 0) -> StepPlan | None:
         """Plan the next step, of requests that are in no step in flight; None if these have nothing to compute. Each
         plan must be followed by commit(). May set `beside` or `over` to a new step, whose `copy_from` copies must
         be made before the returned step writes anything. prompt_tokens, short_tokens: limits of the prefill tokens of
         both, with turns."""
-        self.behind.collect()
+        self.collect()
         most_tokens = None if self._phases.in_cells else prompt_tokens
         room_tokens = self.limits.prefill_tokens(most_tokens, turns=self._turns)
         step = StepBuilder(room_tokens, self._phases, apart=self._turns)
@@ -183,14 +193,14 @@ class Scheduler:
         """
         if self.beside or self.over or len(self._in_flight) != 1:
             return None
-        self.behind.collect()
+        self.collect()
         items = [item for item in self._in_flight[0].items if self.counts(item)]
         needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
-        if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
+        if not self._goes_on(items) or sum(need for need in needs if need > 0) > self.room.num_available:
             return None
         for item, need in zip(items, needs, strict=True):
             if need > 0:
-                item.request.pages += self._take(need)
+                item.request.pages += self.room.take(need)
         ahead = self._step(StepItem(item.request, item.start + 1, 1, True) for item in items)
         self._ahead = ahead, self._in_flight[0]
         self._in_flight.append(ahead)
@@ -349,7 +359,7 @@ class Scheduler:
             short = self._pages_short(request, match)
             if short <= 0 and len(self._running) < self.limits.num_slots:
                 break
-            if not worse or short > sum(1 + len(r.pages) for r in worse):
+            if self.room.comes(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
         most, calm, reading = self._matchable_tokens(request), not self._in_flight, {r.copy_from for r in self._running}
@@ -364,7 +374,7 @@ class Scheduler:
         request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
         if self._copying and match:
             self._copying.admit(request, match)
-        request.pages += self._take(self._pages_needed(request))
+        request.pages += self.room.take(self._pages_needed(request))
         return True
 
     def _matchable_tokens(self, request: Request) -> int:
@@ -389,14 +399,16 @@ class Scheduler:
     def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
         """Number of pages missing to admit the request; each running request keeps one spare page to grow into."""
         matched, idle = (len(match.pages), match.num_idle) if match else (0, 0)
-        available = self._num_available - idle - len(self._running)
+        available = self.room.num_available - idle - len(self._running)
         return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - matched - available
 
     def _grow(self, request: Request, held: Collection[str]) -> bool:
         """Allocate the page that the next token needs. False if the request was preempted itself, or must wait for a
-        page of a request in flight (`held`)."""
+        page that is lent, or of a request in flight (`held`)."""
         need = self._pages_needed(request)
-        while need > self._num_available:
+        while need > self.room.num_available:
+            if self.room.comes(need - self.room.num_available):
+                return False
             victim = self._running.last_but(held)
             if victim is request and held:
                 return False
@@ -404,7 +416,7 @@ class Scheduler:
             if victim is request:
                 return False
         if need > 0:
-            request.pages += self._take(need)
+            request.pages += self.room.take(need)
         return True
 
     def _preempt(self, request: Request, step: StepBuilder | None = None) -> None:
@@ -469,21 +481,9 @@ class Scheduler:
 
     # ---- pages
 
-    @property
-    def _num_available(self) -> int:
-        return self._allocator.num_free + (self._cache.num_evictable if self._cache else 0)
-
     def _pages_needed(self, request: Request) -> int:
         """Number of additional pages for all the request's tokens and the drafts of the next step."""
         return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - len(request.pages)
-
-    def _take(self, num_pages: int) -> list[int]:
-        if self._cache and num_pages > self._allocator.num_free:
-            self._cache.evict(num_pages - self._allocator.num_free)
-        pages = self._allocator.alloc(num_pages)
-        if pages is None:
-            raise IntegrityError(f"{num_pages} pages were counted as available but {self._allocator.num_free} are free")
-        return pages
 
     def _release(self, request: Request) -> None:
         self._allocator.release(request.pages)

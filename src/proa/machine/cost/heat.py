@@ -92,6 +92,33 @@ def swaps_with_room(swaps: Sequence[Swap], sizes: Sequence[Size], spare: Mapping
     return found
 
 
+def choose_arrivals(
+    heat: Heats, resident: Flags, movable: Flags, counts: Sequence[int], most: int
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Up to `most` movable experts in RAM, (layer, expert), that get an additional slot each: one after another the
+    hottest of the layer with the least share of its experts on the GPU, so that layers stay alike. counts: experts of
+    each layer. Arrays: see choose_swaps."""
+    outside = np.where(~resident & movable, heat, -np.inf)
+    share, found = resident.sum(1) / np.array(counts), list[tuple[int, int]]()
+    for _ in range(most):
+        possible = np.where(np.isfinite(outside).any(1), share, np.inf)
+        layer = int(possible.argmin())
+        if not np.isfinite(possible[layer]):
+            break
+        expert = int(outside[layer].argmax())
+        outside[layer, expert] = -np.inf
+        share[layer] += 1 / counts[layer]
+        found.append((layer, expert))
+    return found
+
+
+def coldest(heat: Heats, among: Flags, most: int) -> list[tuple[int, int]]:
+    """Up to `most` of the flagged experts, (layer, expert), coldest first. Arrays: [layers, experts]."""
+    flags = np.argwhere(among)
+    order = np.argsort(heat[among], kind="stable")[:most]
+    return [(int(layer), int(expert)) for layer, expert in flags[order]]
+
+
 class Heat:
     """The heats of a model's experts. experts: of the largest layer. slots: experts of each layer on the GPU. All heats
     start at 0."""
@@ -104,6 +131,10 @@ class Heat:
         self._scores = np.zeros(count)  # decayed share of choices that fell into each heat's top set
         self._resident_score = 0.0  # and into the experts on the GPU
         self._next = 0  # round-robin index of the heat whose top set is updated next
+
+    def resize(self, slots: Sequence[int]) -> None:
+        """Set the number of experts of each layer on the GPU."""
+        self._slots = np.array(slots, np.int64)[:, None]
 
     @property
     def best_half_life(self) -> int:
