@@ -25,7 +25,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from proa.hybrid.counting import Counting
 from proa.hybrid.moves import Moves
 from proa.hybrid.ring import Ring
 from proa.ops.host_block import copy_on_device
@@ -35,12 +37,21 @@ MOST_SWAPS = 16
 
 
 class Promotions:
-    def __init__(self, moves: Moves, ring: Ring) -> None:
-        self._moves, self._ring = moves, ring
+    def __init__(self, moves: Moves, ring: Ring, counting: Counting, top_k: int) -> None:
+        self._moves, self._ring, self._counting, self._top_k = moves, ring, counting, top_k
 
-    def take(self, layer: int, experts: Sequence[int], bank: int, chosen: NDArray[np.int64], tokens: int) -> int:
-        """Launch the swaps of a layer whose last experts of a pass have been launched. experts: those in the bank, in
-        its order; chosen: by `tokens` tokens, of each expert. Returns their number."""
+    def counts(self, layer: int) -> Tensor:
+        """The device's counts of the layer's choices, int32 [experts]."""
+        return self._moves.tables.counts[layer, : self._moves.layers[layer].experts]
+
+    def unseen(self, layer: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The layer's choices that heat does not know. counts: the values of `counts`."""
+        return self._counting.unseen(layer, counts)
+
+    def take(self, layer: int, experts: Sequence[int], bank: int, chosen: NDArray[np.int64]) -> int:
+        """Launch the swaps of a layer whose experts of this group have been launched for all chunks. experts: those in
+        the bank, in its order; chosen: choices of each that heat does not know yet. Returns their number."""
+        tokens = round(int(chosen.sum()) / self._top_k)
         moves, place = self._moves, {expert: number for number, expert in enumerate(experts)}
         most = MOST_SWAPS if moves.inclusive else min(MOST_SWAPS, moves.room(layer))
         swaps = moves.swaps_among(layer, experts, chosen, tokens, most)
