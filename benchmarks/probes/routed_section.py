@@ -1,7 +1,7 @@
 """How long does the host need between a layer's routing and the device's going on by it? One layer's part of a pass
 that is divided by its routing, on a simulated GPU, with tiny experts but as many as a real layer has.
 
-    python benchmarks/probes/routed_section.py --tokens 128 512 2048
+    python benchmarks/probes/routed_section.py --tokens 128 512
     python benchmarks/probes/routed_section.py --tokens 512 --profile
 
 Medians over layers and prompts, host time in us, from the choice's arrival in pinned memory: decided_us: until the
@@ -24,10 +24,14 @@ from routed_prompts import loaded, random_prompts, shape_of, times_of
 
 from proa.bench.hybrid_shapes import ModelShape
 from proa.hybrid.streaming import Asked, Streaming
+from proa.machine.cost.prefill import CpuExpertCost, GpuCost, PrefillRates
 
 MANY = ModelShape(
     name="many", hidden=128, layers=6, heads=4, kv_heads=2, head_dim=32, experts=128, top_k=8, width=64, vocab=512
 )
+
+# An H100's, as if experts had 9.4 MB: by what a simulated GPU takes itself, the head of copies would be the whole layer.
+RATES = PrefillRates(1e9, CpuExpertCost(13e-6, 0.46e-6), {10: GpuCost(3e-4, 1e-4)})
 
 
 class Watched:
@@ -78,7 +82,7 @@ def sections(events: list[tuple[str, float]]) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--router", default="zipf")
     parser.add_argument("--profile", action="store_true", help="print where the time of `route` goes")
@@ -95,8 +99,11 @@ def main() -> None:
         for number, prompt in enumerate(random_prompts(MANY.vocab, asked.prompts + 2, tokens)):
             if number == 2:
                 watched.events.clear()
+            streaming.rates = RATES
             times_of(engine, prompt, f"{tokens} {number}")
         found = sections(watched.events)
+        if not found:
+            raise SystemExit("no layer had copies left that the routing decided")
         decided, queued = (sorted(1e6 * each for each in of) for of in zip(*found, strict=True))
         print(json.dumps({
             "tokens": tokens, "layers": len(found), "decided_us": round(median(decided), 1),

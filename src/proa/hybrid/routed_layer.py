@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from proa.hybrid.ring import Bank
 from proa.hybrid.tables import Draft
+from proa.machine.cost.prefill import Division
+from proa.native.doorbell import Counters
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,20 @@ class RoutedLayer:
         numbers in RAM, which is that of the bank."""
         at = np.array(more, np.int64)
         tail = self.own[at[self.numbers[at].argsort()]]
-        place(self.draft, self.bank, tail, np.count_nonzero(self.started))
+        place(self.draft, self.bank, tail, int(np.count_nonzero(self.started)))
         self.draft.send()
         found: list[int] = tail.tolist()
         return found
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A layer that was divided by its routing. tokens_of: of its experts in RAM, the hottest first; jobs: of the CPU
+    until then."""
+
+    of: Division
+    tokens_of: NDArray[np.int64]
+    jobs: Counters | None
 
 
 def place(draft: Draft, bank: Bank, experts: NDArray[np.int64], first: int = 0) -> None:
@@ -41,6 +53,6 @@ def place(draft: Draft, bank: Bank, experts: NDArray[np.int64], first: int = 0) 
     draft.place(experts, bank.up + at * bank.up_bytes, bank.down + at * bank.down_bytes)
 
 
-def tokens_of_each(chosen: NDArray[np.int64], experts: int) -> NDArray[np.int64]:
+def tokens_of_each(chosen: NDArray[np.int32], experts: int) -> NDArray[np.int64]:
     """Tokens of each of a layer's experts. chosen: its choice, -1: none."""
     return np.bincount(chosen + 1, minlength=experts + 1)[1:]

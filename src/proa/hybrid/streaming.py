@@ -47,7 +47,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals, Times
 from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Group, Ring, groups_of
-from proa.hybrid.routed_layer import RoutedLayer, place, tokens_of_each
+from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Fetched, Upload, Uploads, transfers_of
 from proa.machine.cost.prefill import (
@@ -77,16 +77,6 @@ class Asked:
     top_k: int
 
 
-@dataclass(frozen=True)
-class _Divided:
-    """A layer that was divided by its routing. tokens_of: of its experts in RAM, the hottest first; jobs: of the CPU
-    until then."""
-
-    of: Division
-    tokens_of: NDArray[np.int64]
-    jobs: Counters | None
-
-
 @dataclass
 class _Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
@@ -113,7 +103,7 @@ class _Pass:
     copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
     chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     tail: list[int] = field(default_factory=list)
-    divided: _Divided | None = None
+    divided: Divided | None = None
     gain_s: float = 0.0
     seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
     jobs: Counters | None = None  # the CPU's, when the layer before was divided
@@ -290,26 +280,29 @@ class Streaming:
         one = self._under_way
         fetched = self._uploads.fetch(ids, one.marks[-1][1])  # behind the CPU's last sum
         self._mark(one, OWN)
-        group = one.groups[one.at]
-        layer, nbytes = group.layer, self._nbytes(group.layer)
-        ahead = self._prepared(one)  # while the device computes; after the wait it has nothing to do
-        one.chosen = tokens_of_each(fetched.wait(), self._layers[layer].experts)
+        ahead, group = self._prepared(one), one.groups[one.at]  # after the wait the device has nothing to do
+        nbytes, experts = self._nbytes(group.layer), self._layers[group.layer].experts
+        one.chosen = tokens_of_each(fetched.wait(), experts)
         tokens_of = one.chosen[ahead.own]
         found = divide_routed(tokens_of, ahead.started, nbytes, one.tokens, self.rates, self._queued_s(one))
         one.tail = ahead.send(found.more)
         self._mark(one, DECIDED)
         one.groups[one.at] = replace(group, experts=[*group.experts, *one.tail])
-        one.divided = _Divided(found.of, tokens_of, None if self.jobs is None else self.jobs())
+        one.divided = Divided(found.of, tokens_of, None if self.jobs is None else self.jobs())
 
     def _prepared(self, one: _Pass) -> RoutedLayer:
-        group = one.groups[one.at]
-        own = self._hottest(group.layer, one.heat)
-        numbers = np.array(self._tables.numbers(group.layer, own.tolist()), np.int64)
-        bank, draft = self.ring.bank(group.layer, one.at % BANKS), self.overlay.draft(group.layer)
-        place(draft, bank, np.array(group.experts, np.int64))
-        return RoutedLayer(own, numbers, np.isin(own, group.experts), bank, draft)
+        layer, head_of = one.groups[one.at].layer, np.array(one.groups[one.at].experts, np.int64)
+        own, bank, draft = (
+            self._hottest(layer, one.heat),
+            self.ring.bank(layer, one.at % BANKS),
+            self.overlay.draft(layer),
+        )
+        place(draft, bank, head_of)
+        return RoutedLayer(
+            own, np.array(self._tables.numbers(layer, own.tolist()), np.int64), np.isin(own, head_of), bank, draft
+        )
 
-    def _go_on(self, one: _Pass, divided: _Divided) -> None:
+    def _go_on(self, one: _Pass, divided: Divided) -> None:
         """Once the layer's experts have been launched: start the copies of the next head, and what may wait so long."""
         at, layer = one.at, one.groups[one.at].layer
         one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
@@ -443,9 +436,9 @@ class Streaming:
             self.totals.promoted += self.promotions.take(group.layer, group.experts, one.at % BANKS, chosen)
             self._mark(one, OWN)
         self._free[one.at % BANKS] = one.marks[-1][1]
-        divided, one.divided = one.divided, None
-        if divided is not None:
-            self._go_on(one, divided)
+        if one.divided is not None:
+            self._go_on(one, one.divided)
+            one.divided = None
         ahead = one.at + BANKS
         if not one.routed and ahead < len(one.groups):
             self._copy(one, ahead, one.groups[ahead].experts)

@@ -62,8 +62,8 @@ class Upload(Protocol):
 
 
 class Fetched(Protocol):
-    def wait(self) -> NDArray[np.int64]:
-        """Wait for the device. Returns the values, flat."""
+    def wait(self) -> NDArray[np.int32]:
+        """Wait for the device. Returns the values, flat, valid until the next fetch."""
 
 
 class Mark(Protocol):
@@ -144,11 +144,12 @@ class _GpuFetched:
     host: Tensor
     calm: GpuMark | None
 
-    def wait(self) -> NDArray[np.int64]:
+    def wait(self) -> NDArray[np.int32]:
         if self.calm is not None:
             self.calm.event.synchronize()  # its thread sleeps: until then CPU workers may need this CPU
         self.event.synchronize()
-        return self.host.numpy().astype(np.int64)
+        values: NDArray[np.int32] = self.host.numpy()
+        return values
 
 
 class _GpuUpload:
@@ -198,7 +199,7 @@ class HostUploads:
         return HostMark(time.perf_counter())
 
     def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
-        return _HostFetched(ids.flatten().numpy().astype(np.int64))
+        return _HostFetched(ids.flatten().numpy().astype(np.int32))
 
     def close(self) -> None:
         self._copier.close()
@@ -214,9 +215,9 @@ class HostMark:
 
 @dataclass(frozen=True)
 class _HostFetched:
-    values: NDArray[np.int64]
+    values: NDArray[np.int32]
 
-    def wait(self) -> NDArray[np.int64]:
+    def wait(self) -> NDArray[np.int32]:
         return self.values
 
 

@@ -201,7 +201,7 @@ def divide_routed(
     cpu_s = _cpu_s(left[rest], rates)
     ends_s = np.maximum(cpu_s, queued_s + np.arange(len(cpu_s)) * copy_s + gpu.experts_s)
     taken = int((ends_s <= ABOUT * ends_s.min()).nonzero()[0][-1])
-    streamed = np.count_nonzero(started) + taken
+    streamed = int(np.count_nonzero(started)) + taken
     computed_s = gpu.own_s + rates.decide_s + float(ends_s[taken])
     return RoutedDivision(
         tuple(rest[:taken].tolist()), Division(streamed, streamed * copy_s, float(cpu_s[taken]), computed_s)
@@ -215,7 +215,8 @@ def _cpu_s(tokens_of: Tokens, rates: PrefillRates) -> NDArray[np.float64]:
     (tokens_of > 0).cumsum(out=read[1:])
     tokens_of.cumsum(out=pairs[1:])
     cost = rates.counted_cpu
-    return cost.expert_s * (read[-1] - read) + cost.pair_s * (pairs[-1] - pairs)
+    seconds: NDArray[np.float64] = cost.expert_s * (read[-1] - read) + cost.pair_s * (pairs[-1] - pairs)
+    return seconds
 
 
 def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> int:
