@@ -13,8 +13,9 @@ and the host's tables change at once: from the next `publish` on, that is before
 launch reads half a copy: decode steps and this pass take turns, so that the device computes their launches in one order
 (a pass that runs beside decode steps takes no slots: Streaming.begin). Those launched before the copies end before
 these begin: decode steps, earlier passes, and layer l of this pass, which reads these slots for the last time: all its
-chunks come before, and of several groups only the first reads slots, the others' tables have none. Those launched after it see the new tables or, in this pass, those of later layers, whose slots are others. No copy writes to
-RAM, so a late worker of the CPU reads what it should. A pass that is given up leaves complete swaps behind.
+chunks come before, and of several groups only the first reads slots, the others' tables have none. Those launched after
+it see the new tables or, in this pass, those of later layers, whose slots are others. No copy writes to RAM, so a late
+worker of the CPU reads what it should. A pass that is given up leaves complete swaps behind.
 
 Elsewhere a promoted expert gets a spare slot, and the rest is a move like others, after the pass: no table changes and
 no slot that a table names is written before.
