@@ -165,9 +165,13 @@ def _copiers(device: torch.device) -> Copiers:
     return Copiers(HostCopier(), HostCopier())
 
 
+MOST_EXPERTS = 64  # of a tiny layer, at least
+
+
 def _prompts(split: Split, device: torch.device, most_ids: int) -> PromptParts | None:
     if split.prefill is None:
         return None
+    most_ids = max(most_ids, MOST_EXPERTS)
     uploads: Uploads[Any] = GpuUploads(device, most_ids) if device.type == "cuda" else HostUploads()
     return PromptParts(uploads, split.ring_bytes, RATES, split.prefill)
 

@@ -43,7 +43,7 @@ FIRST, WARM_UP = 64, 2  # tokens of an answer whose speed is compared with that 
 
 
 def shape_of(asked: argparse.Namespace) -> ModelShape:
-    return TINY if asked.tiny else MODEL_SHAPES[asked.shape].cut(asked.layers)
+    return getattr(asked, "tiny_shape", TINY) if asked.tiny else MODEL_SHAPES[asked.shape].cut(asked.layers)
 
 
 def loaded(asked: argparse.Namespace, router: str, resident: int) -> tuple[Engine, HybridModel, Streaming]:

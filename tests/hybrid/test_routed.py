@@ -19,6 +19,7 @@ from teacher_forced import prompts
 
 WHOLE = 1 << 22  # bytes of a ring whose banks hold a layer's experts
 EQUAL_SIDES = PrefillRates(1e9, CpuExpertCost(1e-5, 1e-7))
+PASSES = [("routed", 192, False), ("auto", 48, False), ("stream", 192, False), ("auto", 48, True)]
 NO_COPIES = Division(0, 0.0, 1.0)
 FAST_LINK, FAST_CPU = PrefillRates(1e12, CpuExpertCost(1.0, 1.0)), PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))
 
@@ -177,13 +178,16 @@ def check_slots(hybrid: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_that_a_prompt_made_hot_take_slots(family: str, device: str, load: Load) -> None:
+@pytest.mark.parametrize(("mode", "rows", "few"), PASSES)
+def test_experts_that_a_prompt_made_hot_take_slots(
+    mode: str, rows: int, few: bool, family: str, device: str, load: Load
+) -> None:
     """A prompt of one token, again and again: its experts get slots from the ring, without crossing PCIe for it, while
     decode steps run between the parts; all logits are those of the CPU."""
-    rows, batch = 192, StepBatch(spans([[9] * 120]))
+    batch, ring = StepBatch(spans([[9] * 120])), FEW.get(family, WHOLE) if few else WHOLE
     want = passed(load(family, Split(0.25), device, rows=rows, every=False), batch)
     keep: list[Kept] = []
-    split = Split(0.25, inclusive=True, spare=1, prefill="routed", ring_bytes=WHOLE)
+    split = Split(0.25, inclusive=True, spare=1, prefill=mode, ring_bytes=ring)
     executor = load(family, split, device, rows=rows, keep=keep, every=False)
     hybrid, streaming = keep[0].hybrid, streaming_of(keep)
     streaming.rates = FAST_LINK  # all are streamed
@@ -220,14 +224,17 @@ def places(hybrid: Any) -> list[list[list[torch.Tensor]]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_copies_in_ram_a_promotion_is_a_move(family: str, device: str, load: Load) -> None:
+@pytest.mark.parametrize(("mode", "rows"), [("routed", 192), ("auto", 48)])
+def test_without_copies_in_ram_a_promotion_is_a_move(
+    mode: str, rows: int, family: str, device: str, load: Load
+) -> None:
     """At most as many as there are spare slots in a pass, whose tables stay; later the evicted ones are copied to RAM,
     and each expert has its own bytes."""
     batch = StepBatch(spans([[9] * 120]))
-    want = passed(load(family, Split(0.25), device, rows=192, every=False), batch)
+    want = passed(load(family, Split(0.25), device, rows=rows, every=False), batch)
     keep: list[Kept] = []
-    split = Split(0.25, spare=1, prefill="routed", ring_bytes=WHOLE)
-    executor = load(family, split, device, rows=192, keep=keep, every=False)
+    split = Split(0.25, spare=1, prefill=mode, ring_bytes=WHOLE)
+    executor = load(family, split, device, rows=rows, keep=keep, every=False)
     hybrid, streaming = keep[0].hybrid, streaming_of(keep)
     streaming.rates = FAST_LINK
     before, owners = places(hybrid), hybrid.tables.owners.copy()

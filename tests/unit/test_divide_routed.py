@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from proa.hybrid.routed_layer import tokens_of_each
 from proa.machine.cost.prefill import (
+    ABOUT,
     LAYER,
     CpuExpertCost,
     GpuCost,
@@ -71,6 +73,32 @@ def test_no_set_of_experts_ends_earlier(
     assert not started[more].any()
     assert (tokens_of[more] > 0).all(), "an expert that no token chose does not cross"
     assert got.of.streamed == started.sum() + len(more)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=200), RATES, st.floats(0, 1e-2), st.integers(1, 20)
+)
+def test_the_rule_one_expert_at_a_time(
+    experts: list[tuple[int, bool]], rates: PrefillRates, queued_s: float, mib: int
+) -> None:
+    """The division to the expert, bit by bit, by a loop over the number of copies."""
+    tokens_of = np.array([tokens for tokens, _ in experts], np.int64)
+    started = np.array([here for _, here in experts], bool)
+    rest = sorted(np.flatnonzero(~started & (tokens_of > 0)).tolist(), key=lambda expert: -tokens_of[expert])
+    cpu_s, ends = list[float](), list[float]()
+    for count in range(len(rest) + 1):
+        left = [int(tokens_of[expert]) for expert in rest[count:]]
+        cpu_s.append(rates.cpu.expert_s * len(left) + rates.cpu.pair_s * sum(left))
+        ends.append(max(cpu_s[-1], queued_s + count * (mib * MIB / rates.copy_bytes_per_s)))
+    taken = max(count for count, end_s in enumerate(ends) if end_s <= ABOUT * min(ends))
+    found = divide_routed(tokens_of, started, mib * MIB, 100, rates, queued_s)
+    assert found.more == tuple(rest[:taken])
+    assert (found.of.streamed, found.of.cpu_s) == (sum(started) + taken, cpu_s[taken])
+
+
+@pytest.mark.parametrize("chosen", [[], [-1], [3, 0, -1, 3, 5]])
+def test_tokens_of_each_expert(chosen: list[int]) -> None:
+    assert tokens_of_each(np.array(chosen, np.int32), 7).tolist() == [chosen.count(expert) for expert in range(7)]
 
 
 @pytest.mark.parametrize("router", ["uniform", "zipf"])

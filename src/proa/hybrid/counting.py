@@ -66,6 +66,11 @@ class Counting:
         self._copy = self._copier.start([(self._counted, self._tables.counts)])
         return seen
 
+    def unseen(self, layer: int, counts: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The layer's choices that no look has returned yet. counts: the device's, of the layer's experts."""
+        last = self._last[layer, : len(counts)]
+        return (counts - last).astype(np.int64)  # wraps as in `_take`
+
     def settle(self) -> None:
         """Wait for the fetch and bring `totals` up to date. No step may be under way."""
         while self._copy is not None and not self._copy.done():

@@ -162,7 +162,7 @@ class HybridModel:
         if spare:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
             if self.streaming is not None:
-                self.streaming.promotions = Promotions(self.moves, self.streaming.ring)
+                self.streaming.promotions = Promotions(self.moves, self.streaming.ring, self.counting, top_k)
 
     def _bind_passes(self, parts: Parts, prompts: PromptParts, top_k: int) -> None:
         memories, tables, faults = [layer.memory for layer in self.layers], self.tables, self._faults

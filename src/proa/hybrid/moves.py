@@ -161,10 +161,10 @@ class Moves:
         self, layer: int, experts: Sequence[int], chosen: NDArray[np.int64], tokens: int, most: int
     ) -> list[Swap]:  # fmt: skip
         """Up to `most` swaps in a layer that promote some of `experts`, by the heat that it will have once the choice
-        of `tokens` tokens is counted. chosen: of each expert of the layer."""
+        of `tokens` tokens is counted; 0: it has been. chosen: of each expert of the layer."""
         movable, count = self._movable[layer].copy(), len(chosen)
         movable &= self._resident[layer] | np.isin(np.arange(len(movable)), experts)
-        heat = self.heat.foreseen(layer, chosen, tokens)
+        heat = self.heat.foreseen(layer, chosen, tokens) if tokens else self.heat.heat[layer, :count]
         return self.heat.swaps_of(layer, heat, self._resident[layer, :count], movable[:count], most)
 
     def room(self, layer: int) -> int:

@@ -2,16 +2,20 @@
 again. Belongs here: the copies from bank to slot, and when they are right. Never: which experts swap
 (machine/cost/heat.py), other moves (moves.py).
 
-In a pass of one chunk, once the experts of layer l have been launched, kernels copy promoted experts from the bank to
-slots, on the stream of the steps. The bank is overwritten only behind that (`Streaming.leave` marks it free after it).
+Once the experts of a group of layer l have been launched for all chunks of a pass, kernels copy promoted experts from
+the bank to slots, on the stream of the steps. The bank is overwritten only behind that (`Streaming.leave` marks it free
+after it). However a pass is divided, heat needs the layer's choices: those of a routed layer are known. Else the counts
+on the device are fetched before the launch of the last chunk's experts, and the host waits for them behind that launch,
+while the device computes it. Choices that a look has returned before, between two parts of the pass, are subtracted.
 
 Where RAM has a copy of every expert, the evicted one need not be saved. Its slot is overwritten, without a spare one,
 and the host's tables change at once: from the next `publish` on, that is before the next launch of a step. Why no
 launch reads half a copy: decode steps and this pass take turns, so that the device computes their launches in one order
 (a pass that runs beside decode steps takes no slots: Streaming.begin). Those launched before the copies end before
-these begin: decode steps, earlier passes, and layer l of this pass, which reads these slots for the last time. Those
-launched after it see the new tables or, in this pass, those of later layers, whose slots are others. No copy writes to
-RAM, so a late worker of the CPU reads what it should. A pass that is given up leaves complete swaps behind.
+these begin: decode steps, earlier passes, and layer l of this pass, which reads these slots for the last time: all its
+chunks come before, and of several groups only the first reads slots, the others' tables have none. Those launched after
+it see the new tables or, in this pass, those of later layers, whose slots are others. No copy writes to RAM, so a late
+worker of the CPU reads what it should. A pass that is given up leaves complete swaps behind.
 
 Elsewhere a promoted expert gets a spare slot, and the rest is a move like others, after the pass: no table changes and
 no slot that a table names is written before.
@@ -25,7 +29,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from proa.hybrid.counting import Counting
 from proa.hybrid.moves import Moves
 from proa.hybrid.ring import Ring
 from proa.ops.host_block import copy_on_device
@@ -35,12 +41,21 @@ MOST_SWAPS = 16
 
 
 class Promotions:
-    def __init__(self, moves: Moves, ring: Ring) -> None:
-        self._moves, self._ring = moves, ring
+    def __init__(self, moves: Moves, ring: Ring, counting: Counting, top_k: int) -> None:
+        self._moves, self._ring, self._counting, self._top_k = moves, ring, counting, top_k
 
-    def take(self, layer: int, experts: Sequence[int], bank: int, chosen: NDArray[np.int64], tokens: int) -> int:
-        """Launch the swaps of a layer whose last experts of a pass have been launched. experts: those in the bank, in
-        its order; chosen: by `tokens` tokens, of each expert. Returns their number."""
+    def counts(self, layer: int) -> Tensor:
+        """The device's counts of the layer's choices, int32 [experts]."""
+        return self._moves.tables.counts[layer, : self._moves.layers[layer].experts]
+
+    def unseen(self, layer: int, counts: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The layer's choices that heat does not know. counts: the values of `counts`."""
+        return self._counting.unseen(layer, counts)
+
+    def take(self, layer: int, experts: Sequence[int], bank: int, chosen: NDArray[np.int64]) -> int:
+        """Launch the swaps of a layer whose experts of this group have been launched for all chunks. experts: those in
+        the bank, in its order; chosen: choices of each that heat does not know yet. Returns their number."""
+        tokens = round(int(chosen.sum()) / self._top_k)
         moves, place = self._moves, {expert: number for number, expert in enumerate(experts)}
         most = MOST_SWAPS if moves.inclusive else min(MOST_SWAPS, moves.room(layer))
         swaps = moves.swaps_among(layer, experts, chosen, tokens, most)

@@ -13,7 +13,8 @@ banks in turn. The order on the device, for group n in bank b:
 Copies of a group thus run beside the launches of the group before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
 CPU's. During a pass no expert moves, but for those of layers that it has passed (promotions.py), whose tables it reads
-no more: so no table of either kind gets stale.
+no more: so no table of either kind gets stale. Where they may, the choices of a layer are fetched, and the host waits
+for them once it has launched the layer's experts for the last chunk: the device computes these meanwhile.
 
 A pass of one chunk whose layers are one group each begins divided by the routing. After its first layers it goes on so
 if that gains more than it costs, else like other passes, for which its tables are sent anew. The copies of a layer come
@@ -21,8 +22,8 @@ in two parts then: the head, before its routing is known, and the tail, which th
 
     head of l   queued behind the tail of l - 1, so that the copy engine has work until the tail is known
     launches    the choice of experts is fetched, and the host waits for it; the layer's table is sent anew; pairs are
-                located, and the CPU's are pushed; only then the tail and the head of l + 1 are queued, since the CPU
-                waits for its pairs and the copy engine does not; wait for head and tail; the GPU's experts
+                located, and the CPU's are pushed; only then the tail is queued, since the CPU waits for its pairs and
+                the copy engine does not; wait for head and tail; the GPU's experts; the head of l + 1 is queued
 
 The host is thus at most one layer ahead of the device. An expert that no token chose is in no tail. The bank of the
 head of l + 1 is free by then: the choice of l was made behind the launches of l - 1, the last that read it. The table
@@ -46,8 +47,9 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals, Times
 from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Group, Ring, groups_of
+from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
-from proa.hybrid.uploads import Upload, Uploads, transfers_of
+from proa.hybrid.uploads import Fetched, Upload, Uploads, transfers_of
 from proa.machine.cost.prefill import (
     LAYER,
     PROBED_LAYERS,
@@ -73,16 +75,6 @@ class Asked:
 
     mode: str
     top_k: int
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """A layer that was divided by its routing. tokens_of: of its experts in RAM, the hottest first; jobs: of the CPU
-    until then."""
-
-    of: Division
-    tokens_of: NDArray[np.int64]
-    jobs: Counters | None
 
 
 @dataclass
@@ -111,10 +103,11 @@ class _Pass:
     copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
     chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     tail: list[int] = field(default_factory=list)
-    divided: _Divided | None = None
+    divided: Divided | None = None
     gain_s: float = 0.0
     seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
     jobs: Counters | None = None  # the CPU's, when the layer before was divided
+    counts: Fetched | None = None  # of the layer's choices, for promotions
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -285,28 +278,33 @@ class Streaming:
         """Divide the experts of the layer under way by its routing, for which the host waits. ids [T, k]: the layer's
         choice, -1: none."""
         one = self._under_way
-        fetched = self._uploads.fetch(ids)
+        fetched = self._uploads.fetch(ids, one.marks[-1][1])  # behind the CPU's last sum
         self._mark(one, OWN)
-        at, group = one.at, one.groups[one.at]
-        layer, nbytes = group.layer, self._nbytes(group.layer)
-        own = self._hottest(layer, one.heat)  # while the device computes; after the wait it has nothing to do
-        started = np.isin(own, group.experts)
-        chosen = fetched.wait()
-        jobs = None if self.jobs is None else self.jobs()
-        one.chosen = np.bincount(chosen[chosen >= 0], minlength=self._layers[layer].experts)
-        tokens_of = one.chosen[own]
-        found = divide_routed(tokens_of, started, nbytes, one.tokens, self.rates, self._queued_s(one))
-        one.tail = self._in_order(layer, own[list(found.more)])
-        one.groups[at] = replace(group, experts=[*group.experts, *one.tail])
-        self.overlay.replace(self._elsewhere(one, at))
+        ahead, group = self._prepared(one), one.groups[one.at]  # after the wait the device has nothing to do
+        nbytes, experts = self._nbytes(group.layer), self._layers[group.layer].experts
+        one.chosen = tokens_of_each(fetched.wait(), experts)
+        tokens_of = one.chosen[ahead.own]
+        found = divide_routed(tokens_of, ahead.started, nbytes, one.tokens, self.rates, self._queued_s(one))
+        one.tail = ahead.send(found.more)
         self._mark(one, DECIDED)
-        one.divided = _Divided(found.of, tokens_of, jobs)
+        one.groups[one.at] = replace(group, experts=[*group.experts, *one.tail])
+        one.divided = Divided(found.of, tokens_of, None if self.jobs is None else self.jobs())
 
-    def _start_tail(self, one: _Pass, divided: _Divided) -> None:
-        """Start the copies that the routing has decided, and those of the next head; then what may wait until now."""
-        at, tail = one.at, one.tail
-        self._copy(one, at, tail, len(one.groups[at].experts) - len(tail))
-        layer = one.groups[at].layer
+    def _prepared(self, one: _Pass) -> RoutedLayer:
+        layer, head_of = one.groups[one.at].layer, np.array(one.groups[one.at].experts, np.int64)
+        own, bank, draft = (
+            self._hottest(layer, one.heat),
+            self.ring.bank(layer, one.at % BANKS),
+            self.overlay.draft(layer),
+        )
+        place(draft, bank, head_of)
+        return RoutedLayer(
+            own, np.array(self._tables.numbers(layer, own.tolist()), np.int64), np.isin(own, head_of), bank, draft
+        )
+
+    def _go_on(self, one: _Pass, divided: Divided) -> None:
+        """Once the layer's experts have been launched: start the copies of the next head, and what may wait so long."""
+        at, layer = one.at, one.groups[one.at].layer
         one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
         self._learn(one, divided.jobs)
         one.divisions[at] = divided.of
@@ -404,9 +402,10 @@ class Streaming:
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""
         one = self._under_way
-        divided, one.divided = one.divided, None
-        if divided is not None:
-            self._start_tail(one, divided)
+        if one.divided is not None:
+            self._copy(one, one.at, one.tail, len(one.groups[one.at].experts) - len(one.tail))
+        if one.left == 1 and one.promotes and not one.routed and self.promotions is not None:
+            one.counts = self._uploads.fetch(self.promotions.counts(one.groups[one.at].layer))
         self._mark(one, OWN)
         if one.left == one.chunks:
             for upload in one.uploads.get(one.at, ()):
@@ -430,13 +429,16 @@ class Streaming:
         one.left -= 1
         if one.left:
             return
-        if one.routed and one.promotes and self.promotions is not None:
+        counts, one.counts = one.counts, None
+        if one.promotes and self.promotions is not None:
             group = one.groups[one.at]
-            taken = self.promotions.take(group.layer, group.experts, one.at % BANKS, one.chosen, one.tokens)
-            one.gain_s += taken * self._nbytes(group.layer) / self.rates.copy_bytes_per_s
-            self.totals.promoted += taken
+            chosen = one.chosen if counts is None else self.promotions.unseen(group.layer, counts.wait())
+            self.totals.promoted += self.promotions.take(group.layer, group.experts, one.at % BANKS, chosen)
             self._mark(one, OWN)
         self._free[one.at % BANKS] = one.marks[-1][1]
+        if one.divided is not None:
+            self._go_on(one, one.divided)
+            one.divided = None
         ahead = one.at + BANKS
         if not one.routed and ahead < len(one.groups):
             self._copy(one, ahead, one.groups[ahead].experts)

@@ -7,6 +7,7 @@ Never: deciding, weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,11 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.models.ranks import CPU
-from proa.ops.host_block import Sender
+from proa.ops.host_block import HostBlock, Sender
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 from proa.ops.sizes import ADDRESSES, table_words
+
+DRAFTS = 2  # the row of the next layer is drafted while the device may still read that of the layer before
 
 # Addresses of each expert, int64 [ADDRESSES]: up and down on the GPU, up and down in RAM.
 
@@ -45,7 +48,7 @@ class Tables:
         self._host_share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32)
         self._share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, device=device)
         of_addresses, of_numbers = _split(self._host, self.experts)
-        self._addresses, self._numbers = of_addresses.numpy(), of_numbers.numpy()
+        self._rows, self._addresses, self._numbers = self._host.numpy(), of_addresses.numpy(), of_numbers.numpy()
         self.owners = np.full(self._numbers.shape, CPU, np.int32)
         self._changed: set[int] = set()
         self._share_changed = False
@@ -116,9 +119,14 @@ class Tables:
         found: list[int] = self._numbers[layer, list(experts)].tolist()
         return found
 
-    def rows(self, layers: slice = slice(None)) -> Tensor:
-        """A copy of the host's tables of these layers, by default all."""
-        return self._host[layers].clone()
+    def rows(self) -> Tensor:
+        """A copy of the host's tables."""
+        return self._host.clone()
+
+    def row(self, layer: int) -> NDArray[np.int32]:
+        """The host's table of the layer, as it is."""
+        row: NDArray[np.int32] = self._rows[layer]
+        return row
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,8 @@ class Overlay:
             tables.views(rows, in_place=False, counted=tables.counted and number == 0)
             for number, rows in enumerate(self._device)
         ]
+        self._of_layer = list(self._device[0])
+        self._drafts = deque(Draft(tables.experts, self._device.device) for _ in range(DRAFTS))
 
     def publish(self, elsewhere: Sequence[Elsewhere]) -> None:
         """Send the sets that `elsewhere` needs, and set 0, in one copy on the current stream."""
@@ -162,12 +172,44 @@ class Overlay:
             _place(addresses[:, of.layer], numbers[:, of.layer], of)
         self._tables.sender.send(rows, self._device[:sets])
 
-    def replace(self, of: Elsewhere) -> None:
-        """Send the layer's row of set 0 anew, on the current stream, with other experts elsewhere. group: 0."""
-        row = self._tables.rows(slice(of.layer, of.layer + 1))
-        addresses, numbers = (t.numpy() for t in _split(row, self._tables.experts))
-        _place(addresses, numbers, of)
-        self._tables.sender.send(row[0], self._device[0, of.layer])
+    def draft(self, layer: int) -> Draft:
+        """The layer's row of set 0 by the host's tables, to be placed in and sent. Valid until the next but one."""
+        self._drafts.rotate()
+        self._drafts[0].begin(self._tables.row(layer), self._of_layer[layer])
+        return self._drafts[0]
+
+
+class Draft:
+    """One layer's row in pinned memory, which a kernel reads where it is: nothing is allocated or copied between the
+    last `place` and `send`."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self._block = HostBlock((1, table_words(experts)), torch.int32, device)
+        addresses, numbers = _split(self._block.host, experts)
+        self._row, self._addresses, self._numbers = self._block.host.numpy(), addresses[0].numpy(), numbers[0].numpy()
+        self._to: Tensor | None = None
+        self._read: torch.cuda.Event | None = None  # reached once the device has read what was sent last
+
+    def begin(self, row: NDArray[np.int32], to: Tensor) -> None:
+        """Wait until the last row has been read, and begin with this one, to be sent to `to`."""
+        if self._read is not None:
+            self._read.synchronize()
+        self._row[0], self._to = row, to[None]
+
+    def place(self, experts: NDArray[np.int64], up: NDArray[np.int64], down: NDArray[np.int64]) -> None:
+        """Put these of the CPU's experts elsewhere, at these addresses."""
+        self._numbers[experts] = -1
+        self._addresses[:, experts] = 0
+        self._addresses[0, experts], self._addresses[1, experts] = up, down
+
+    def send(self) -> None:
+        """Send the row, on the current stream."""
+        if self._to is None:
+            raise ValueError("the draft has not begun")
+        self._block.copy_to(self._to)
+        if self._to.is_cuda:
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record()
 
 
 def _place(addresses: NDArray[np.int64], numbers: NDArray[np.int32], of: Elsewhere) -> None:

@@ -62,8 +62,8 @@ class Upload(Protocol):
 
 
 class Fetched(Protocol):
-    def wait(self) -> NDArray[np.int64]:
-        """Wait for the device. Returns the values, flat."""
+    def wait(self) -> NDArray[np.int32]:
+        """Wait for the device. Returns the values, flat, valid until the next fetch."""
 
 
 class Mark(Protocol):
@@ -83,9 +83,10 @@ class Uploads(Protocol[M]):
     def mark(self) -> M:
         """A mark after everything launched so far on the current stream."""
 
-    def fetch(self, ids: Tensor) -> Fetched:
+    def fetch(self, ids: Tensor, calm: M | None = None) -> Fetched:
         """Start to copy `ids`, at most as many as the uploads were made for, to the host, behind everything launched so
-        far on the current stream. At most one fetch at a time."""
+        far on the current stream. At most one fetch at a time. calm: the wait may keep a CPU busy once the device has
+        passed this, since no worker needs it then; None: it may not."""
 
     def close(self) -> None:
         """Wait for all transfers that were started."""
@@ -114,15 +115,15 @@ class GpuUploads:
         return _GpuUpload(self._device, begin, end)
 
     def mark(self) -> GpuMark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return GpuMark(event)
 
-    def fetch(self, ids: Tensor) -> Fetched:
+    def fetch(self, ids: Tensor, calm: GpuMark | None = None) -> Fetched:
         self._fetched.copy_from(ids.to(torch.int32))
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # CPU workers may need this CPU
+        event = torch.cuda.Event(blocking=calm is None)  # type: ignore[no-untyped-call]  # else CUDA spins
         event.record(torch.cuda.current_stream(self._device))
-        return _GpuFetched(event, self._fetched.host[: ids.numel()])
+        return _GpuFetched(event, self._fetched.host[: ids.numel()], calm)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -141,10 +142,14 @@ class GpuMark:
 class _GpuFetched:
     event: torch.cuda.Event
     host: Tensor
+    calm: GpuMark | None
 
-    def wait(self) -> NDArray[np.int64]:
+    def wait(self) -> NDArray[np.int32]:
+        if self.calm is not None:
+            self.calm.event.synchronize()  # its thread sleeps: until then CPU workers may need this CPU
         self.event.synchronize()
-        return self.host.numpy().astype(np.int64)
+        values: NDArray[np.int32] = self.host.numpy()
+        return values
 
 
 class _GpuUpload:
@@ -193,8 +198,8 @@ class HostUploads:
     def mark(self) -> HostMark:
         return HostMark(time.perf_counter())
 
-    def fetch(self, ids: Tensor) -> Fetched:
-        return _HostFetched(ids.flatten().numpy().astype(np.int64))
+    def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
+        return _HostFetched(ids.flatten().numpy().astype(np.int32))
 
     def close(self) -> None:
         self._copier.close()
@@ -210,9 +215,9 @@ class HostMark:
 
 @dataclass(frozen=True)
 class _HostFetched:
-    values: NDArray[np.int64]
+    values: NDArray[np.int32]
 
-    def wait(self) -> NDArray[np.int64]:
+    def wait(self) -> NDArray[np.int32]:
         return self.values
 
 

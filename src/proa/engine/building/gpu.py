@@ -204,7 +204,9 @@ class GpuBuild:
         memory = first_shared(self._hybrid)
         rates = PrefillRates(measured_upload(memory, self._device), try_cpu(memory, self.pool, top_k(self._spec)))
         self._decisions.append(rates_row(rates, memory))
-        uploads = GpuUploads(self._device, self._plan.max_batch_tokens * top_k(self._spec))
+        most_ids = self._plan.max_batch_tokens * top_k(self._spec)  # also the counts of a layer's experts
+        most_ids = max(most_ids, *(layer.memory.experts for layer in self._hybrid.layers))
+        uploads = GpuUploads(self._device, most_ids)
         return PromptParts(uploads, gpu.ring_bytes, rates, pass_mode(self._plan))
 
     def _co_fetch(self, spaces: GpuSpaces, registered: Registered) -> CoFetch | None:

@@ -236,6 +236,7 @@ class Stage:
         """probed_layers: that are divided by their routing."""
         if (streaming := self._hybrid.streaming) is not None:
             streaming.rates, streaming.probed_layers = rates, probed_layers
+            streaming.promotions = None  # they launch kernels of torch alone
         self._hybrid.begin_pass(rows, 1)
         self._parts(rows)
 
@@ -299,7 +300,7 @@ class _NoUploads:
     def mark(self) -> HostMark:
         return HostMark(0.0)
 
-    def fetch(self, ids: Tensor) -> Fetched:
+    def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
         return _NoIds()
 
     def close(self) -> None:
@@ -307,8 +308,8 @@ class _NoUploads:
 
 
 class _NoIds:
-    def wait(self) -> NDArray[np.int64]:
-        return np.zeros(0, np.int64)
+    def wait(self) -> NDArray[np.int32]:
+        return np.zeros(0, np.int32)
 
 
 class _NoUpload:

@@ -195,18 +195,28 @@ def divide_routed(
     that were started have arrived. Of divisions about as fast as the fastest, the one with the most copies is taken.
     """
     gpu, copy_s = rates.gpu(tokens), expert_bytes / rates.copy_bytes_per_s
-    rest = np.flatnonzero(~started & (tokens_of > 0))
-    rest = rest[np.argsort(-tokens_of[rest], kind="stable")]
-    more = np.arange(len(rest) + 1)
-    pairs = np.concatenate([[0], np.cumsum(tokens_of[rest])])
-    cpu_s = rates.counted_cpu.expert_s * (len(rest) - more) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
-    ends_s = np.maximum(cpu_s, queued_s + more * copy_s + gpu.experts_s)
-    taken = int(np.flatnonzero(ends_s <= ABOUT * ends_s.min())[-1])
-    streamed = int(started.sum()) + taken
+    left = np.where(started, 0, tokens_of)
+    order = (-left).argsort(kind="stable")
+    rest = order[: np.count_nonzero(left)]
+    cpu_s = _cpu_s(left[rest], rates)
+    ends_s = np.maximum(cpu_s, queued_s + np.arange(len(cpu_s)) * copy_s + gpu.experts_s)
+    taken = int((ends_s <= ABOUT * ends_s.min()).nonzero()[0][-1])
+    streamed = int(np.count_nonzero(started)) + taken
     computed_s = gpu.own_s + rates.decide_s + float(ends_s[taken])
     return RoutedDivision(
         tuple(rest[:taken].tolist()), Division(streamed, streamed * copy_s, float(cpu_s[taken]), computed_s)
     )
+
+
+def _cpu_s(tokens_of: Tokens, rates: PrefillRates) -> NDArray[np.float64]:
+    """The CPU's time for these experts if the first 0, 1, ... of them are copied: one more element than experts.
+    tokens_of: of each expert."""
+    read, pairs = np.zeros(len(tokens_of) + 1, np.int64), np.zeros(len(tokens_of) + 1, np.int64)
+    (tokens_of > 0).cumsum(out=read[1:])
+    tokens_of.cumsum(out=pairs[1:])
+    cost = rates.counted_cpu
+    seconds: NDArray[np.float64] = cost.expert_s * (read[-1] - read) + cost.pair_s * (pairs[-1] - pairs)
+    return seconds
 
 
 def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> int:
@@ -223,9 +233,7 @@ def routing_gain_s(
 ) -> float:  # fmt: skip
     """By how much a layer ends earlier if it is divided by its routing, than by the best number of experts to copy,
     taken in this order: a division beforehand comes near that, as rates adapt to it. tokens_of: of each expert."""
-    gpu, copied = rates.gpu(tokens), np.arange(len(tokens_of) + 1)
-    read, pairs = (np.concatenate([[0], np.cumsum(of)]) for of in (tokens_of > 0, tokens_of))
-    cpu_s = rates.counted_cpu.expert_s * (read[-1] - read) + rates.counted_cpu.pair_s * (pairs[-1] - pairs)
-    copies_s = copied * expert_bytes / rates.copy_bytes_per_s
+    gpu, cpu_s = rates.gpu(tokens), _cpu_s(tokens_of, rates)
+    copies_s = np.arange(len(cpu_s)) * expert_bytes / rates.copy_bytes_per_s
     before_s = float(np.maximum(copies_s, gpu.own_s + np.maximum(cpu_s, gpu.experts_s)).min())
     return before_s - max(routed.copies_s, gpu.own_s + rates.decide_s + max(routed.cpu_s, gpu.experts_s))
