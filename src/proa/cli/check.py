@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from proa.check.paths import LIMIT_S
 from proa.config.env import child_environ
 from proa.config.field import argument, option
-from proa.config.options import EngineOptions
+from proa.config.options import MODEL_HELP, EngineOptions
 from proa.config.parse import parse
 from proa.errors import ModelError, ModelNotFound, UsageError
 from proa.hub.lookup import look_up
@@ -38,10 +38,7 @@ explains the table. Stop other engines first: they hold memory."""
 class CheckCommand:
     """options"""
 
-    model: str = argument(
-        help="a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense",
-        metavar="MODEL",
-    )
+    model: str = argument(help=MODEL_HELP, metavar="MODEL")
     engine: EngineOptions = field(default_factory=EngineOptions)
     seed: int = option(0, help="draws the prompts, and the sampled layers of large models", low=0, common=True)
     time_limit: int = option(

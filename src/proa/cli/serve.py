@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from proa.config.env import read_env
 from proa.config.field import argument, option
-from proa.config.options import ServeOptions
+from proa.config.options import MODEL_HELP, ServeOptions
 from proa.config.parse import given_options, parse
 
 SUMMARY = "load a model and serve it over HTTP"
@@ -28,10 +28,7 @@ See also: `proa models` lists model names; docs/options.md has every option and 
 class ServeCommand:
     """options"""
 
-    model: str = argument(
-        help="a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense",
-        metavar="MODEL",
-    )
+    model: str = argument(help=MODEL_HELP, metavar="MODEL")
     serve: ServeOptions = field(default_factory=ServeOptions)
     json: bool = option(False, help="print the start-up report as JSON lines on stdout: planned, then loaded")
     until_stdin_closes: bool = option(False, help="exit when stdin closes, for programs that start a server")

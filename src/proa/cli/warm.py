@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from proa.config.env import child_environ
 from proa.config.field import argument, option
-from proa.config.options import EngineOptions, MachineOptions
+from proa.config.options import MODEL_HELP, EngineOptions, MachineOptions
 from proa.config.parse import parse
 from proa.errors import ResourceError, UsageError
 from proa.obs.console import console_err, write_out
@@ -33,10 +33,7 @@ _RAM_BYTES_PER_S = 100e9
 class WarmCommand:
     """options"""
 
-    model: str = argument(
-        help="a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense",
-        metavar="MODEL",
-    )
+    model: str = argument(help=MODEL_HELP, metavar="MODEL")
     engine: EngineOptions = field(default_factory=EngineOptions)
     arch: str | None = option(
         None,

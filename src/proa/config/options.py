@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from proa.config.field import option
 
+MODEL_HELP = "a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense"
 DUMMY_FORMATS = ("bf16", "fp8", "int4", "nvfp4", "mxfp4")  # all but bf16: DUMMY in native/formats.py
 
 

@@ -202,6 +202,8 @@ def attention_with_sums(
 
 
 def merge_attention(parts: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over P disjoint parts of the keys: parts [P, T, heads, D] and the logarithms of their softmax's
+    sums, float32 [P, T, heads] (-inf: a part without keys) -> [T, heads, D] and float32 [T, heads]."""
     total = torch.logsumexp(log_sums, 0)
     shares = torch.exp(log_sums - total).masked_fill(log_sums.isneginf(), 0)
     return (parts.float() * shares[..., None]).sum(0).to(parts.dtype), total

@@ -413,12 +413,6 @@ def alone(part: Tensor, /) -> Tensor:
     return part
 
 
-class MergeAttention(Protocol):
-    def __call__(self, parts: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge attention over P disjoint parts of the keys: parts [P, T, heads, D] and the logarithms of their
-        softmax's sums, float32 [P, T, heads] (-inf: a part without keys) -> [T, heads, D] and float32 [T, heads]."""
-
-
 @dataclass(frozen=True)
 class Ops:
     maps: Maps

@@ -29,7 +29,7 @@ def plan_workers(
     """
     machine, others = apart(asked, machine)
     found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
-    nodes = _interleaved(asked, machine, found)
+    nodes = _interleaved(asked, machine)
     workers = Workers(
         teams=found,
         trials=_trials(found, threads, asked),
@@ -69,7 +69,7 @@ def _trials(of: Sequence[Team], threads: int, asked: MachineOptions) -> tuple[tu
     return tuple(dict.fromkeys(tried))
 
 
-def _interleaved(asked: MachineOptions, machine: Machine, found: Sequence[Team]) -> tuple[int, ...]:
+def _interleaved(asked: MachineOptions, machine: Machine) -> tuple[int, ...]:
     ordinary = tuple(node.id for node in machine.numa if node.cpus and node.memory_bytes != 0 and node.memory_allowed)
     return ordinary if asked.numa_memory == "interleave" and len(ordinary) > 1 else ()
 
