@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engines import Loaded
@@ -25,7 +27,7 @@ DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Restless:
     """Replaces Heat: swaps every movable pair of a layer, round-robin. Passes stream the first experts in RAM."""
 
-    heat = None
+    heat = np.zeros((64, 64), np.float32)  # of layers and experts; each is as hot as any other
 
     def __init__(self) -> None:
         self.call = 0
@@ -41,6 +43,16 @@ class Restless:
             if ins and outs:
                 found.append(Swap(layer, ins[self.call % len(ins)], outs[self.call // 2 % len(outs)]))
         return found
+
+    def foreseen(self, layer: int, chosen: NDArray[np.int64], tokens: int) -> NDArray[np.float32]:
+        return self.heat[layer, : len(chosen)]
+
+    def swaps_of(
+        self, layer: int, heat: object, resident: NDArray[np.bool_], movable: NDArray[np.bool_], most: int
+    ) -> list[Swap]:
+        """Promotions of a pass: every movable pair, up to `most`."""
+        ins, outs = ((side & movable).nonzero()[0].tolist() for side in (~resident, resident))
+        return [Swap(layer, promote, evict) for promote, evict in zip(ins, outs, strict=False)][:most]
 
 
 @dataclass

@@ -44,11 +44,11 @@ class Job:
 
     prompts: list[list[int]]
     params: SamplingParams
-    priority: int
-    salt: str
-    continuous_usage: bool
     writer: ReplyWriter
-    ends_with_usage: bool
+    priority: int = 0
+    salt: str = ""
+    continuous_usage: bool = False
+    ends_with_usage: bool = True
     parser: Callable[[], AnswerParser] = PlainText  # called once per choice
     one_call: bool = False  # an answer ends with its first tool call
     headers: Mapping[str, str] = field(default_factory=dict)  # of the response

@@ -72,10 +72,6 @@ def _job(llm: AsyncLLM, request: OllamaRequest, prompt: Prompt, chat: Chat | Non
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
-        priority=0,
-        salt="",
-        continuous_usage=False,
-        ends_with_usage=True,
         parser=PlainText if chat is None else partial(llm.answer_parser, chat, prompt.tokens),
         headers=prompt.headers,
         writer=writer,

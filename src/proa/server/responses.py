@@ -43,10 +43,6 @@ async def responses_job(
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
-        priority=0,
-        salt="",
-        continuous_usage=False,
-        ends_with_usage=True,
         parser=partial(llm.answer_parser, chat, prompt.tokens),
         one_call=not request.parallel_tool_calls,
         headers=prompt.headers,
