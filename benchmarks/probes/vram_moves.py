@@ -1,5 +1,5 @@
 """How soon do short conversations decode as fast as by a plan for short ones, after a long one has ended? And what do
-gaps between tokens cost while VRAM moves between KV and experts, and does growing back preempt anybody? Random weights;
+gaps between tokens cost while VRAM moves between KV and experts, and does growing back preempt a request? Random weights;
 each engine runs in a process of its own.
 
     python benchmarks/probes/vram_moves.py --gpu 0 --layers 24 --long 131072 --vram 11G

@@ -1,4 +1,4 @@
-"""Lent pages: where lots lie, when they are lent and come back, and that nobody is preempted or reads wrong pages."""
+"""Lent pages: where lots lie, when they are lent and come back; no request is preempted or reads wrong pages."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_idle_pages_are_lent_and_a_long_prompt_gets_them_back() -> None:
     world.fake.submit(ask("long", [i % 9 for i in range(200)], 30))
     world.run()
     world.rest(IDLE_S - LOOK_S)
-    assert world.allocator.num_lent <= 6, "only pages that nobody has had"
+    assert world.allocator.num_lent <= 6, "only pages that no request has had"
     world.rest(IDLE_S)
     headroom, reserve = 64 // 8, 4
     assert world.allocator.num_lent == (64 - headroom - reserve) // 6 * 6
@@ -179,7 +179,7 @@ def test_no_more_is_lent_than_experts_fill() -> None:
     assert not world.fake.scheduler.room.lent.due_later
 
 
-def test_growth_preempts_nobody_and_waits_for_no_lot() -> None:
+def test_growth_preempts_no_request_and_waits_for_no_lot() -> None:
     """Decode grows over all pages: lots come back before it needs them."""
     world = World(with_cache=False)
     world.rest(2 * IDLE_S)

@@ -25,7 +25,7 @@ from proa.hybrid.model import HybridModel
 from proa.models.spec import Model
 from proa.native.pool import Pool
 from proa.ops.residency import ExpertShape
-from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS
 from teacher_forced import MOE, PAGES, Computed, Turns, all_experts
 from tiny import TINY, make_tiny
 
@@ -53,7 +53,7 @@ class Way:
         ring_bytes = FEW * _expert_bytes(spec) if self.few else WHOLE
         return Split(
             self.share, self.inclusive, spare=2 if self.moves else 0, in_place=self.in_place, prefill=self.streams,
-            ring_bytes=RING_BANKS * (ring_bytes + RING_ALIGNMENT_BYTES),
+            ring_bytes=RING_BANKS * (ring_bytes + EXPERT_ALIGNMENT_BYTES),
         )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class World:
             self.away.remove(lot)
             self.trips += 1
             for room in self.rooms[lot]:
-                self.flight.writes(room)  # whoever gets the pages may write them at once
+                self.flight.writes(room)  # the next owner of the pages may write them at once
                 assert not room.any()
 
 

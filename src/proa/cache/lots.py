@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from proa.ops.caches import Caches
-
-ROOM_ALIGNED_BYTES = 256  # as torch aligns its own memory to 512, and kernels load at most 128 at once
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Lots:
         found, pages = list[Tensor](), self.pages(lot)
         for tensor, starts in zip(tensors, self.starts, strict=True):
             piece = tensor[pages.start : pages.stop].view(torch.uint8).view(-1)
-            first = -pages.start * tensor[0].nbytes % ROOM_ALIGNED_BYTES
+            first = -pages.start * tensor[0].nbytes % EXPERT_ALIGNMENT_BYTES
             found += [piece[first + start : first + start + self.room_bytes] for start in starts]
         return found
 
@@ -56,8 +55,8 @@ def page_tensors(caches: Caches) -> list[Tensor]:
 def lots_of(page_bytes: Sequence[int], pool_pages: int, expert_bytes: int) -> Lots:
     """Divide a pool. page_bytes: of a page in each tensor; expert_bytes: of the largest expert, with its alignment.
     Of the lengths at which an expert just fits into the piece of some tensor, the one that wastes least is taken."""
-    room = -(-expert_bytes // ROOM_ALIGNED_BYTES) * ROOM_ALIGNED_BYTES
-    skipped = [0 if each % ROOM_ALIGNED_BYTES == 0 else ROOM_ALIGNED_BYTES for each in page_bytes]  # at most
+    room = -(-expert_bytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
+    skipped = [0 if each % EXPERT_ALIGNMENT_BYTES == 0 else EXPERT_ALIGNMENT_BYTES for each in page_bytes]  # at most
     lengths = sorted({-(-(room + skip) // each) for each, skip in zip(page_bytes, skipped, strict=True)})
     if not lengths:
         return Lots(1, 0, [[] for _ in page_bytes], room, pool_pages)

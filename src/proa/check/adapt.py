@@ -18,7 +18,7 @@ from proa.config.options import EngineOptions
 from proa.errors import ResourceError, UsageError
 from proa.models.ranks import CPU
 from proa.models.spec import Model
-from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS, ring_groups
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS, ring_groups
 from proa.plan.plan import GpuPlan, Plan
 
 _TIER_TOKENS = 2048  # that a tier has room for: more than all prompts have
@@ -96,11 +96,11 @@ def _with_ring(path: Path, gpu: GpuPlan) -> GpuPlan | str:
     layers = list(zip(streamed, gpu.expert_bytes, strict=True))
     if path.halved and streamed == in_ram:
         return "no layer has two experts in RAM, one to be streamed and one for the CPU"
-    bank_bytes = gpu.ring_bytes // RING_BANKS // RING_ALIGNMENT_BYTES * RING_ALIGNMENT_BYTES
+    bank_bytes = gpu.ring_bytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
     if path.streams is Streams.GROUPS and _groups(layers, bank_bytes) == 1:
         half_bytes = max((count + 1) // 2 * nbytes for count, nbytes in layers)
         least_bytes = max(nbytes for _, nbytes in layers)
-        bank_bytes = -(-max(half_bytes, least_bytes) // RING_ALIGNMENT_BYTES) * RING_ALIGNMENT_BYTES
+        bank_bytes = -(-max(half_bytes, least_bytes) // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
     groups = _groups(layers, bank_bytes)
     if path.streams is Streams.WHOLE and groups > 1:
         return f"the ring, as VRAM allows, holds a layer's streamed experts in {groups} groups, not at once"

@@ -43,9 +43,7 @@ class Engine:
         self.vocab = vocab
         self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.executor.spec.ropes), default=None)
-        self.stalls = (
-            False  # the last step could not be planned before copies of KV pages are done, or lent ones are back
-        )
+        self.stalls = False  # the last step could not be planned before KV pages are copied or given back
         self._ahead: Flight | None = None  # launched before the results of the step before were taken
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # sent with the request's first token
 

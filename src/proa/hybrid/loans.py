@@ -31,8 +31,7 @@ from proa.hybrid.copies import Copy
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
 from proa.hybrid.slots import Slot
-
-ALIGNED_BYTES = 256  # of the down projection, behind gate and up
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES
 
 
 @dataclass
@@ -173,4 +172,4 @@ def slot_in(room: Tensor, layer: LayerMemory) -> Slot:
 
 
 def _down_at(layer: LayerMemory) -> int:
-    return -(-layer.shape.up.matrix_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    return -(-layer.shape.up.matrix_bytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES

@@ -292,15 +292,11 @@ class Streaming:
 
     def _prepared(self, one: _Pass) -> RoutedLayer:
         layer, head_of = one.groups[one.at].layer, np.array(one.groups[one.at].experts, np.int64)
-        own, bank, draft = (
-            self._hottest(layer, one.heat),
-            self.ring.bank(layer, one.at % BANKS),
-            self.overlay.draft(layer),
-        )
+        own, bank = self._hottest(layer, one.heat), self.ring.bank(layer, one.at % BANKS)
+        numbers = np.array(self._tables.numbers(layer, own.tolist()), np.int64)
+        draft = self.overlay.draft(layer)
         place(draft, bank, head_of)
-        return RoutedLayer(
-            own, np.array(self._tables.numbers(layer, own.tolist()), np.int64), np.isin(own, head_of), bank, draft
-        )
+        return RoutedLayer(own, numbers, np.isin(own, head_of), bank, draft)
 
     def _go_on(self, one: _Pass, divided: Divided) -> None:
         """Once the layer's experts have been launched: start the copies of the next head, and what may wait so long."""

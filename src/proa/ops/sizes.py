@@ -27,7 +27,8 @@ E4M3_COLUMNS = 128  # columns per scale of rows that are rounded to E4M3, if a r
 MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before the device is known
 
 RING_BANKS = 2  # of the ring for experts that are copied in for a prompt: one layer is read while the next arrives
-RING_ALIGNMENT_BYTES = 256  # of banks: kernels read panels in vectors of 16 bytes, DMA in larger bursts
+# Of banks of the ring and experts in lent KV pages: kernels read panels in vectors of 16 bytes, DMA in larger bursts.
+EXPERT_ALIGNMENT_BYTES = 256
 # Launches of fewer rows share no buffer with those of as many or more: a decode step may run while chunks of a prompt
 # are computed on another stream. Each side's own launches must run in order.
 FEW_ROWS = 128

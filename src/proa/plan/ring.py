@@ -10,7 +10,7 @@ from proa.config.options import EngineOptions
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
-from proa.ops.sizes import RING_ALIGNMENT_BYTES, RING_BANKS
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS
 from proa.plan.cells import Cells
 from proa.plan.deterministic import cells_beside_cpu
 from proa.plan.placement import MoeLayer
@@ -88,11 +88,11 @@ def _whole(tokens: int, grain: int) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // RING_ALIGNMENT_BYTES) * RING_ALIGNMENT_BYTES
+    return -(-nbytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
 
 
 def _bank_bytes(nbytes: int) -> int:
-    return nbytes // RING_BANKS // RING_ALIGNMENT_BYTES * RING_ALIGNMENT_BYTES
+    return nbytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
 
 
 def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:

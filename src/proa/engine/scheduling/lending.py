@@ -102,7 +102,7 @@ class LentPages:
         return len(self._lent) < self._lots.count and self._owner.rooms_wanted > 0
 
     def collect(self, num_running: int, num_waiting: int) -> None:
-        if self._lent:
+        if self.busy:
             for lot in self._owner.returned():
                 self._allocator.take_back(self._lots.pages(lot))
                 self._lent.remove(lot)

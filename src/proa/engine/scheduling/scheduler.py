@@ -110,8 +110,10 @@ class Scheduler:
             raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
         refuse_impossible(source, self.limits, self._allocator.num_pages)
         refuse_crowd(source, self.limits, self._waiting, len(self._running))
-        tokens = {"context_tokens": self.limits.context_tokens, "page_tokens": self.limits.page_tokens}
-        request = Request(source, arrival=self._arrivals, matcher=matcher, **tokens)
+        request = Request(
+            source, arrival=self._arrivals, context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens, matcher=matcher,
+        )  # fmt: skip
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.add(request)
@@ -478,8 +480,6 @@ class Scheduler:
         del self._requests[request.id]
         if request.state is not State.FINISHED:
             request.finish(reason)
-
-    # ---- pages
 
     def _pages_needed(self, request: Request) -> int:
         """Number of additional pages for all the request's tokens and the drafts of the next step."""
