@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +65,10 @@ def test_another_environment_is_imported_anew(forks: EngineForks) -> None:
     """What torch reads when it is imported must be what the engine was given."""
     process, own = begin(forks, OMP_NUM_THREADS="3")
     assert isinstance(process, subprocess.Popen)
-    assert b"OMP_NUM_THREADS=3" in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    environ = Path(f"/proc/{process.pid}/environ")
+    while not environ.read_bytes():  # Popen returns during exec, a moment before the kernel shows the new environment
+        time.sleep(0.001)
+    assert b"OMP_NUM_THREADS=3" in environ.read_bytes().split(b"\0")
     process.kill()
     process.communicate()
     own.close()
