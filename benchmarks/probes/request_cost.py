@@ -4,7 +4,7 @@
         [--profile FILE]
 
 For each number of tokens: microseconds of CPU per request while `--streams` requests come at once, each on its own
-connection, and the milliseconds until the last one has ended; then the milliseconds of single requests, one after
+kept connection, and the milliseconds until the last one has ended; then the milliseconds of single requests, one after
 another. The engine's steps have no pause. Log lines are made and written to /dev/null, as a server writes them to a
 file. --profile: write cProfile's figures of the batches, for pstats.
 """

@@ -40,6 +40,7 @@ from proa.types import Constraint, EngineRequest, Sampling, SamplingParams, Toke
 STREAMS, CONSTRAINED, TOKENS = 64, 16, 64
 SINGLE = 3  # pairs of single requests per round
 READ_INTERVAL_S = 0.02
+LAST_CHUNK = b"0\r\n\r\n"  # ends a streamed answer
 WORDS = "river boat old stone light market window seven under garden letter north quiet copper rain field".split()
 SCHEMA = {"type": "array", "minItems": 40, "items": {"type": "object", "required": ["name", "tags", "size"], "properties": {
     "name": {"type": "string", "minLength": 8, "maxLength": 30}, "size": {"type": "integer"},
@@ -53,11 +54,13 @@ def prompt() -> str:
 
 
 def clients(port: int, orders: Connection) -> None:
-    """Send each batch of HTTP requests at once; return the seconds to the first bytes with data and to the last."""
+    """Send each batch of HTTP requests at once; return the seconds to the first bytes with data and to the last. A
+    connection whose answer is complete is kept for the next batch, as OpenAI's and Anthropic's clients do."""
+    kept = list[socket.socket]()
     while (batch := orders.recv()) is not None:
         began, selector, first = time.perf_counter(), DefaultSelector(), 0.0
         for request in batch:
-            connection = socket.create_connection(("127.0.0.1", port))
+            connection = kept.pop() if kept else socket.create_connection(("127.0.0.1", port))
             connection.sendall(request)
             selector.register(connection, EVENT_READ)
         while selector.get_map():
@@ -68,8 +71,10 @@ def clients(port: int, orders: Connection) -> None:
                 if not first and b"data: " in data:
                     first = time.perf_counter() - began
                 if not data:
+                    raise ConnectionError("the server has closed a connection before its answer was complete")
+                if data.endswith(LAST_CHUNK):
                     selector.unregister(key.fileobj)
-                    key.fileobj.close()  # type: ignore[union-attr]
+                    kept.append(key.fileobj)  # type: ignore[arg-type]
         orders.send((first, time.perf_counter() - began))
 
 
@@ -89,7 +94,7 @@ def client(port: int) -> Iterator[Connection]:
 def http_request(tokens: int) -> bytes:
     body = {"model": "any", "prompt": prompt(), "max_tokens": tokens, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
     return head.encode() + b"content-type: application/json\r\n\r\n" + content
 
 

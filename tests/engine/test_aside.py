@@ -16,10 +16,11 @@ from proa.config.parse import from_keywords
 from proa.engine.processes.aside import Aside
 from proa.llm import AsyncLLM
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 CPUS = os.sched_getaffinity(0)
-pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+pytestmark = [
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs"),
+]
 
 
 @pytest.fixture(autouse=True)

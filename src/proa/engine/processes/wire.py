@@ -11,6 +11,7 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 from proa.errors import NativeError
 from proa.native.outbox import Outbox
@@ -127,8 +128,7 @@ class FrontendEnd(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._frames.add(data)
