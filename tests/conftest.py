@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 import sample
 from at_once import beside_others, processes
@@ -138,6 +141,27 @@ def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str
 def sampled(request: pytest.FixtureRequest) -> bool:
     """Whether this run is a sample, `make test`; a test whose length is a number may take a smaller one."""
     return request.config.option.sample is not None
+
+
+@pytest.fixture(scope="session")
+def run_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if getattr(request.config, "workerinput", None) is not None else own
+
+
+@pytest.fixture(scope="session")
+def once(run_folder: Path) -> Callable[[str, Callable[[], Any]], Any]:
+    """Returns a JSON value by its name; the first process of this run that needs it makes it."""
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        file = run_folder / f"{name}.json"
+        with FileLock(f"{file}.lock"):
+            if not file.is_file():
+                file.write_text(json.dumps(make()))
+        return json.loads(file.read_text())
+
+    return made
 
 
 @pytest.fixture(scope="session")
