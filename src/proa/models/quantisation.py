@@ -193,7 +193,7 @@ def _weights_group(c: Reader) -> _Group:
     weights.expect("type", "int", "float")
     weights.expect("dynamic", False)
     weights.expect("actorder", "group", "weight", "static")
-    ordered = not weights.has("actorder") or weights.get("actorder", str) != "group"
+    ordered = weights.value("actorder") != "group"
     strategy = weights.get("strategy", str)
     weights.expect("strategy", "tensor", "channel", "group", "block", "tensor_group")
     weights.ignore(_SHOWN, "group_size", "symmetric", "scale_dtype", "zp_dtype")
@@ -247,9 +247,10 @@ def _checked(c: Reader, pattern: str) -> str:
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
-    algo = c.get("quant_algo", str).upper()  # some algorithms are written in lower case
+    written = c.get("quant_algo", str)
+    algo = written.upper()  # some algorithms are written in lower case
     if algo not in _MODELOPT:
-        raise c.error(f"quant_algo = {c.get('quant_algo', str)!r} is not implemented, only {', '.join(_MODELOPT)}")
+        raise c.error(f"quant_algo = {written!r} is not implemented, only {', '.join(_MODELOPT)}")
     c.expect("quant_method", "modelopt")
     c.ignore(_SHOWN, "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
     c.ignore(_SHOWN, "has_zero_point", "pre_quant_scale")
@@ -299,7 +300,7 @@ def _own(c: Reader, pattern: str, rest: Integers) -> Integers:
     """Per-module overrides of `rest`; more than 8 bits means not quantised."""
     c.ignore(_SHOWN, "group_size")
     bits = c.size("bits", rest.bits)
-    ordered = rest.ordered if not c.has("desc_act") else not c.get("desc_act", bool)
+    ordered = not c.get("desc_act", bool, not rest.ordered)
     return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered)
 
 
@@ -353,13 +354,13 @@ def _awq(c: Reader, method: str) -> Quantisation:
     c.expect("version", "gemm", "GEMM")
     c.expect("zero_point", True)
     c.expect("bits", 4)
-    for key in ("sym", "desc_act"):
-        c.expect(key, False)
+    c.expect("sym", False)
+    c.expect("desc_act", False)
     c.expect("pack_dtype", "int32")
     c.expect("pack_method", "reorder")
     _quark_export(c)
-    for key in ("checkpoint_format", "format"):
-        c.expect(key, "gemm")
+    c.expect("checkpoint_format", "gemm")
+    c.expect("format", "gemm")
     c.ignore(_SHOWN, "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("for other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
     rules = (Integers(_ANY, c.size("bits"), symmetric=False),)

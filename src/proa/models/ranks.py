@@ -174,8 +174,8 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
         name: Part(name, (range(model.hidden),), None, why) for name, _ in block.params() if name.startswith("norm")
     }
     none = [None] * len(ranks.shares)
-    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else none
-    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else none
+    mixers = _DIVIDE[type(block.mixer)](block.mixer, ranks.inside("mixer")) if block.mixer else none
+    ffns = _DIVIDE[type(block.ffn)](block.ffn, ranks.inside("ffn")) if block.ffn else none
     return [
         _Piece(
             Block(mixer.spec if mixer else None, ffn.spec if ffn else None),
@@ -185,28 +185,20 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
     ]
 
 
-def _mixer(s: Mixer, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
-    return _MIXERS[type(s)](s, ranks)
-
-
-def _ffn(s: Mlp | Moe, ranks: _Ranks) -> Sequence[_Piece[Mlp | Moe]]:
-    return _moe(s, ranks) if isinstance(s, Moe) else _mlp(s, ranks)
-
-
 # --- Mixers: one function for each class ---
 
 
 def _attention(s: Attention, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
     """Divide by KV heads, with the query heads that read them; with more ranks than KV heads, some ranks share one."""
     if s.qk_norm == "full" and len(ranks.shares) > 1:
-        return _replicated(s, "o", len(ranks.shares), "queries and keys are normalised over all heads together")
+        return _replicated(s, "o", ranks, "queries and keys are normalised over all heads together")
     each, rows, dim = s.heads // s.kv_heads, s.q_rows // s.heads, s.head_dim
     by_head = lcm(ranks.rows("q.weight", rows), ranks.rows("q.bias", rows), ranks.columns("o.weight", dim))
     names = [f"{part}.{kind}" for part in "kv" for kind in ("weight", "bias")]
     kv_units = lcm(*(ranks.rows(name, dim) for name in names))
     cuts = _heads(s.kv_heads, each, ranks.shares, lcm(kv_units, _of(by_head, each)), by_head)
     if cuts is None:
-        return _replicated(s, "o", len(ranks.shares), _not_divisible(f"{s.heads} heads", ranks, by_head))
+        return _replicated(s, "o", ranks, _not_divisible(f"{s.heads} heads", ranks, by_head))
     found: list[_Piece[Mixer]] = []
     for r, cut in enumerate(cuts):
         heads, kv = cut.heads(each), cut.groups
@@ -231,7 +223,7 @@ def _latent_attention(s: LatentAttention, ranks: _Ranks) -> Sequence[_Piece[Mixe
     )
     cuts = _cut(s.heads, ranks.shares, unit)
     if cuts is None:
-        return _replicated(s, "o", len(ranks.shares), _not_divisible(f"{s.heads} heads", ranks, unit))
+        return _replicated(s, "o", ranks, _not_divisible(f"{s.heads} heads", ranks, unit))
     found: list[_Piece[Mixer]] = []
     for heads in cuts:
         spec = replace(s, heads=len(heads))
@@ -256,8 +248,7 @@ def _gated_delta_net(s: GatedDeltaNet, ranks: _Ranks) -> Sequence[_Piece[Mixer]]
     )  # fmt: skip
     cuts = _heads(s.key_heads, each, ranks.shares, by_group, by_head if within == 1 else each)
     if cuts is None:
-        why = _not_divisible(f"{s.value_heads} value heads", ranks, by_head)
-        return _replicated(s, "out", len(ranks.shares), why)
+        return _replicated(s, "out", ranks, _not_divisible(f"{s.value_heads} value heads", ranks, by_head))
     found: list[_Piece[Mixer]] = []
     for cut in cuts:
         heads, groups = cut.heads(each), cut.groups
@@ -289,13 +280,6 @@ def _interleaved(cut: _Heads, each: int, shared: Sequence[int], per_head: Sequen
     return tuple(found)
 
 
-_MIXERS: dict[type[Mixer], Callable[[Any, _Ranks], Sequence[_Piece[Mixer]]]] = {
-    Attention: _attention,
-    LatentAttention: _latent_attention,
-    GatedDeltaNet: _gated_delta_net,
-}
-
-
 # --- FFNs ---
 
 
@@ -303,7 +287,7 @@ def _mlp(s: Mlp, ranks: _Ranks) -> Sequence[_Piece[Mlp | Moe]]:
     unit = _width_unit(ranks)
     cuts = _cut(s.width, ranks.shares, unit)
     if cuts is None:
-        return _replicated(s, "down", len(ranks.shares), _not_divisible(f"a width of {s.width}", ranks, unit))
+        return _replicated(s, "down", ranks, _not_divisible(f"a width of {s.width}", ranks, unit))
     return [_narrow(s, width, r == 0) for r, width in enumerate(cuts)]
 
 
@@ -385,6 +369,15 @@ def _shared(s: Moe, ranks: _Ranks) -> list[_Piece[Mlp] | None]:
     return [*(_narrow(s.shared, width, r == 0) for r, width in enumerate(widths)), *[None] * (count - with_part)]
 
 
+_DIVIDE: dict[type[Mixer | Mlp | Moe], Callable[[Any, _Ranks], Sequence[_Piece[Any]]]] = {
+    Attention: _attention,
+    LatentAttention: _latent_attention,
+    GatedDeltaNet: _gated_delta_net,
+    Mlp: _mlp,
+    Moe: _moe,
+}
+
+
 # --- Cuts ---
 
 # Rows, columns (None: all) and why they are shared.
@@ -409,13 +402,12 @@ def _placed(
     return found
 
 
-def _replicated(
-    s: Attention | LatentAttention | GatedDeltaNet | Mlp, last: str, ranks: int, why: str
-) -> list[_Piece[Any]]:
+def _replicated(s: Mixer | Mlp, last: str, ranks: _Ranks, why: str) -> list[_Piece[Any]]:
     """The whole part on every rank, with zeros in place of its last projection on all but the first."""
-    whole = _placed(s.params(), {last: None}, ranks, why)
+    count = len(ranks.shares)
+    whole = _placed(s.params(), {last: None}, count, why)
     summed = {name: Part(name, (range(shape[0]),)) for name, shape in s.params() if whole[name] is None}
-    return [_Piece(s, whole if r else whole | summed) for r in range(ranks)]
+    return [_Piece(s, whole if r else whole | summed) for r in range(count)]
 
 
 def _merged(ranges: Sequence[range]) -> tuple[range, ...]:
