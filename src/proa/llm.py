@@ -130,7 +130,7 @@ class AsyncLLM:
         before it takes the process."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
-        path = checkpoint.tokenizer_path if asked is None else Path(asked)
+        path = checkpoint.path if asked is None else Path(asked)
         source = TextSource(
             plan=prepared.plan,
             tokenizer_path=str(path),
