@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd, lcm
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from proa.errors import UsageError
 from proa.models.spec import Attention, Block, GatedDeltaNet, Held, LatentAttention, Mixer, Mlp, Model, Moe, Params
@@ -196,7 +196,7 @@ def _attention(s: Attention, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
     by_head = lcm(ranks.rows("q.weight", rows), ranks.rows("q.bias", rows), ranks.columns("o.weight", dim))
     names = [f"{part}.{kind}" for part in "kv" for kind in ("weight", "bias")]
     kv_units = lcm(*(ranks.rows(name, dim) for name in names))
-    cuts = _heads(s.kv_heads, each, ranks.shares, lcm(kv_units, _of(by_head, each)), by_head)
+    cuts = _heads(s.kv_heads, each, ranks.shares, lcm(kv_units, _whole_groups(by_head, each)), by_head)
     if cuts is None:
         return _replicated(s, "o", ranks, _not_divisible(f"{s.heads} heads", ranks, by_head))
     found: list[_Piece[Mixer]] = []
@@ -204,14 +204,14 @@ def _attention(s: Attention, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
         heads, kv = cut.heads(each), cut.groups
         spec = replace(s, heads=len(heads), kv_heads=len(kv), o_bias=s.o_bias and r == 0)
         places: dict[str, _Place] = {
-            "q": ((_times(heads, rows),), None, ""),
-            "k": ((_times(kv, dim),), None, cut.shared),
-            "v": ((_times(kv, dim),), None, cut.shared),
-            "o.weight": ((range(s.hidden),), _times(heads, dim), ""),
-            "o.bias": ((range(s.hidden),), None, ""),
-            "sinks": ((heads,), None, ""),
+            "q": _Place((_times(heads, rows),)),
+            "k": _Place((_times(kv, dim),), shared=cut.shared),
+            "v": _Place((_times(kv, dim),), shared=cut.shared),
+            "o.weight": _Place((range(s.hidden),), _times(heads, dim)),
+            "o.bias": _Place((range(s.hidden),)),
+            "sinks": _Place((heads,)),
         }
-        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "each head is normalised by the same")))
+        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the norm's weights")))
     return found
 
 
@@ -228,9 +228,9 @@ def _latent_attention(s: LatentAttention, ranks: _Ranks) -> Sequence[_Piece[Mixe
     for heads in cuts:
         spec = replace(s, heads=len(heads))
         places: dict[str, _Place] = {
-            q: ((_times(heads, q_rows),), None, ""),
-            "kv_b": ((_times(heads, kv_rows),), None, ""),
-            "o.weight": ((range(s.hidden),), _times(heads, s.value_dim), ""),
+            q: _Place((_times(heads, q_rows),)),
+            "kv_b": _Place((_times(heads, kv_rows),)),
+            "o.weight": _Place((range(s.hidden),), _times(heads, s.value_dim)),
         }
         found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the latents")))
     return found
@@ -255,14 +255,14 @@ def _gated_delta_net(s: GatedDeltaNet, ranks: _Ranks) -> Sequence[_Piece[Mixer]]
         spec = replace(s, key_heads=len(groups), value_heads=len(heads))
         channels = (*(_times(groups, s.key_dim, at) for at in (0, all_keys)), _times(heads, dim, 2 * all_keys))
         places: dict[str, _Place] = {
-            "qkvz": (_interleaved(cut, each, (keys,), (dim, dim)), None, cut.shared),
-            "ba": (_interleaved(cut, each, (), (1, 1)), None, ""),
-            "conv": (channels, None, cut.shared),
-            "a_log": ((heads,), None, ""),
-            "dt_bias": ((heads,), None, ""),
-            "out": ((range(s.hidden),), _times(heads, dim), ""),
+            "qkvz": _Place(_interleaved(cut, each, (keys,), (dim, dim)), shared=cut.shared),
+            "ba": _Place(_interleaved(cut, each, (), (1, 1))),
+            "conv": _Place(channels, shared=cut.shared),
+            "a_log": _Place((heads,)),
+            "dt_bias": _Place((heads,)),
+            "out": _Place((range(s.hidden),), _times(heads, dim)),
         }
-        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "each head is normalised by the same")))
+        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the norm's weights")))
     return found
 
 
@@ -299,10 +299,10 @@ def _width_unit(ranks: _Ranks, prefix: str = "") -> int:
 def _narrow(s: Mlp, width: range, adds_bias: bool) -> _Piece[Mlp]:
     """The MLP restricted to columns `width` of its inner activations; adds_bias: with the bias of its sum."""
     places: dict[str, _Place | None] = {
-        "gate": ((width,), None, ""),
-        "up": ((width,), None, ""),
-        "down.weight": ((range(s.hidden),), width, ""),
-        "down.bias": ((range(s.hidden),), None, "") if adds_bias else None,
+        "gate": _Place((width,)),
+        "up": _Place((width,)),
+        "down.weight": _Place((range(s.hidden),), width),
+        "down.bias": _Place((range(s.hidden),)) if adds_bias else None,
     }
     spec = replace(s, width=len(width))
     return _Piece(spec, _placed(spec.params(), places, 1))
@@ -380,8 +380,13 @@ _DIVIDE: dict[type[Mixer | Mlp | Moe], Callable[[Any, _Ranks], Sequence[_Piece[A
 
 # --- Cuts ---
 
-# Rows, columns (None: all) and why they are shared.
-_Place = tuple[tuple[range, ...], range | None, str]
+
+class _Place(NamedTuple):
+    """A Part without its name."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+    shared: str = ""
 
 
 def _placed(
@@ -395,8 +400,7 @@ def _placed(
         if key is None:
             found[name] = Part(name, (range(shape[0]),), None, shared if ranks > 1 else "")
         elif place := places[key]:
-            rows, columns, why = place
-            found[name] = Part(name, _merged(rows), columns, why)
+            found[name] = Part(name, _merged(place.rows), place.columns, place.shared)
         else:
             found[name] = None
     return found
@@ -430,7 +434,7 @@ def _times(of: range, count: int, at: int = 0) -> range:
     return range(at + of.start * count, at + of.stop * count)
 
 
-def _of(heads: int, each: int) -> int:
+def _whole_groups(heads: int, each: int) -> int:
     """The least number of groups of `each` heads that is a multiple of `heads`."""
     return heads // gcd(heads, each)
 

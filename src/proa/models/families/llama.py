@@ -25,7 +25,7 @@ def llama(c: Reader) -> tuple[Model, NameTable]:
 def qwen2(c: Reader) -> tuple[Model, NameTable]:
     c.expect("use_mrope", False)  # multimodal rotary embedding (M-RoPE) of Qwen2-VL
     mixer = attention(c, qkv_bias=True)
-    c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json says it twice
+    c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json has both keys
     c.ignore("max_position_embeddings says the context", "seq_length")
     return _dense(c, mixer, windows=qwen_windows(c))
 
@@ -112,7 +112,7 @@ def layer_windows(c: Reader, width: int, sliding: Sequence[bool]) -> list[int | 
 
 
 def layer_types(c: Reader, default: list[str], *known: str) -> list[str]:
-    """Read `layer_types`, one of `known` per layer; default: without the key. Raises ConfigError."""
+    """Read `layer_types`, one of `known` per layer; without the key it is `default`. Raises ConfigError."""
     kinds: list[str] = c.get("layer_types", list, default)
     layers = c.size("num_hidden_layers")
     if len(kinds) != layers or not {*kinds} <= {*known}:
