@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proa.parsers import harmony
-from proa.parsers.choose import HARMONY, AnswerFormat, Model, choose
+from proa.parsers.choose import HARMONY, AnswerFormat, ModelFacts, choose
 from proa.parsers.events import Event, Reasoning, Text, ToolArguments, ToolCall
 from proa.parsers.formats import CALLS, REASONING
 
@@ -164,7 +164,7 @@ def vocabulary(name: str, thinks: str, *, as_tokens: bool) -> Vocabulary:
 
 
 def format_of(name: str, thinks: str, words: Vocabulary) -> AnswerFormat:
-    return choose(name, thinks, Model("", True, words.added)).format
+    return choose(name, thinks, ModelFacts("", True, words.added)).format
 
 
 @dataclass(frozen=True)

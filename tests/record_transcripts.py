@@ -15,7 +15,7 @@ from typing import Any
 
 from answer_texts import THINKS, WRITERS
 from proa.errors import RequestError
-from proa.parsers.choose import Model, choose
+from proa.parsers.choose import ModelFacts, choose
 from proa.text.template import ChatTemplate
 from proa.types import Chat
 from templates import published_templates
@@ -107,7 +107,7 @@ _THINKING = {"enable_thinking": True, "thinking": True}
 def turns_of(source: str) -> list[dict[str, Any]]:
     """Return the assistant's turns: the prompt's end, the answer, and what it says."""
     template = ChatTemplate({"default": source}, SPECIAL)
-    calls, reasoning = (row.got for row in choose("auto", "auto", Model(source, True, {})).decisions)
+    calls, reasoning = (row.got for row in choose("auto", "auto", ModelFacts(source, True, {})).decisions)
     turns = []
     for number, said in enumerate(TALK):
         if said["role"] != "assistant":
@@ -196,7 +196,7 @@ def main() -> None:
     recorded = {}
     for wanted in TEMPLATES:
         name = next(name for name in published if wanted in name)
-        calls, reasoning = (row.got for row in choose("auto", "auto", Model(published[name], True, {})).decisions)
+        calls, reasoning = (row.got for row in choose("auto", "auto", ModelFacts(published[name], True, {})).decisions)
         turns = turns_of(published[name])
         recorded[name] = {"calls": calls, "reasoning": reasoning, "turns": turns}
     for calls, reasoning in WRITTEN.items():

@@ -64,7 +64,7 @@ async def serving(model: str, streams: int, step_ms: float) -> AsyncIterator[int
     async def launch(progress: Callable[[str, int, int], None]) -> AsyncLLM:
         options = from_keywords(EngineOptions, max_running=streams, gpu="none")
         prepared = await asyncio.to_thread(prepare, model, options)
-        text = Tokenizer.load(prepared.checkpoint.tokenizer_path, None).encode(TEXT, add_special_tokens=False)
+        text = Tokenizer.load(prepared.checkpoint.path, None).encode(TEXT, add_special_tokens=False)
         made = await AsyncLLM.launch_prepared(prepared, options, early=ScriptedProcess(step_ms, text))
         await made.engine.wait_ready()
         ready.set()

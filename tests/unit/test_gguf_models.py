@@ -51,7 +51,7 @@ def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
     file = make_tiny_gguf(name, tmp_path / "m.gguf", **overrides)
     checkpoint = open_checkpoint(file)
     assert (checkpoint.load_format, checkpoint.dtype) == ("gguf", "bfloat16")
-    assert checkpoint.tokenizer_path == file
+    assert checkpoint.path == file
     assert checkpoint.generation_config == {"eos_token_id": [2]}
     want = open_checkpoint(folder).declare().spec
     got = checkpoint.declare().spec

@@ -239,13 +239,13 @@ def chain(links: int) -> dict[str, Any]:
 @pytest.mark.seldom
 def test_a_compiler_that_crashes_or_hangs_ends_only_its_request() -> None:
     async def go() -> None:
-        checker = GrammarChecker(timeout_s=4.0)
+        checker = GrammarChecker()
         hostile = [Constraint.json(chain(20_000)), Constraint.json({"type": "integer", "multipleOf": 99_999_989})]
         good = [Constraint.json({**PERSON, "title": str(i)}) for i in range(6)]
         found = await asyncio.gather(*map(checker.check, [*hostile, *good, *hostile]), return_exceptions=True)
         assert [type(each) for each in found] == [RequestError] * 2 + [type(None)] * 6 + [RequestError] * 2
         assert "failed" in str(found[0])
-        assert "4 s" in str(found[1])
+        assert "5 s" in str(found[1])
         begin_s, seen = time.monotonic(), await asyncio.gather(*map(checker.check, hostile), return_exceptions=True)
         assert [str(each) for each in seen] == [str(each) for each in found[:2]]
         assert time.monotonic() - begin_s < 1.0, "verdicts are remembered"

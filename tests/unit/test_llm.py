@@ -447,7 +447,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, FakeEn
     prepared = SimpleNamespace(
         plan=make_plan(context_tokens=77),
         checkpoint=SimpleNamespace(
-            tokenizer_path=folder, config={"eos_token_id": 3}, generation_config={"top_k": 7, "eos_token_id": [4]}
+            path=folder, config={"eos_token_id": 3}, generation_config={"top_k": 7, "eos_token_id": [4]}
         ),
         declared=SimpleNamespace(spec=SimpleNamespace(vocab=2000)),
     )

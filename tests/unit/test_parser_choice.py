@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proa.errors import RequestError, UsageError
-from proa.parsers.choose import CALL_NAMES, REASONING_NAMES, Model, choose
+from proa.parsers.choose import CALL_NAMES, REASONING_NAMES, ModelFacts, choose
 from proa.parsers.formats import CALL_ALIASES, REASONING_ALIASES
 from proa.text.conversation import SystemTools, render
 from proa.text.template import ChatTemplate
@@ -77,9 +77,9 @@ def published() -> dict[str, str]:
     return published_templates()
 
 
-def described(source: str) -> Model:
+def described(source: str) -> ModelFacts:
     template = ChatTemplate({"default": source}, SPECIAL)
-    return Model(template.source, template.renders_tools, {})
+    return ModelFacts(template.source, template.renders_tools, {})
 
 
 def test_published_templates(published: dict[str, str]) -> None:
@@ -128,7 +128,7 @@ def test_prompts_that_open_the_reasoning(published: dict[str, str]) -> None:
 
 
 def test_a_continued_answer_goes_on_in_its_reasoning() -> None:
-    format_ = choose("hermes", "qwen3", Model("", True, {})).format
+    format_ = choose("hermes", "qwen3", ModelFacts("", True, {})).format
     assert format_.parser(None, "<think>\nI am", "<think>\nI am", 0).in_reasoning
     assert not format_.parser(None, "<think>a</think>So", "<think>a</think>So", 0).in_reasoning
 
@@ -136,7 +136,7 @@ def test_a_continued_answer_goes_on_in_its_reasoning() -> None:
 @pytest.mark.parametrize("name", [*CALL_NAMES, *CALL_ALIASES, "qwen3-coder", "Kimi-K2", "deepseek-v3"])
 def test_names_of_call_parsers(name: str) -> None:
     reasoning = "gpt_oss" if choose_is_harmony(name) else "none"
-    assert choose(name, reasoning, Model("", True, {})).decisions[0].asked == name
+    assert choose(name, reasoning, ModelFacts("", True, {})).decisions[0].asked == name
 
 
 def choose_is_harmony(name: str) -> bool:
@@ -146,21 +146,21 @@ def choose_is_harmony(name: str) -> bool:
 @pytest.mark.parametrize("name", [*REASONING_NAMES, *REASONING_ALIASES, "deepseek-r1", "qwen3-thinking", "gpt-oss"])
 def test_names_of_reasoning_parsers(name: str) -> None:
     is_harmony = REASONING_ALIASES.get(name, name).replace("-", "_") == "gpt_oss"
-    choose("gpt_oss" if is_harmony else "none", name, Model("", True, {}))
+    choose("gpt_oss" if is_harmony else "none", name, ModelFacts("", True, {}))
 
 
 def test_names_that_are_refused() -> None:
     with pytest.raises(UsageError, match="--tool-call-parser is 'hermess'"):
-        choose("hermess", "auto", Model("", True, {}))
+        choose("hermess", "auto", ModelFacts("", True, {}))
     with pytest.raises(UsageError, match="both to gpt_oss"):
-        choose("gpt_oss", "qwen3", Model("", True, {}))
+        choose("gpt_oss", "qwen3", ModelFacts("", True, {}))
 
 
 def test_the_vocabulary_and_the_type_decide_without_a_template() -> None:
-    by_token = choose("auto", "auto", Model("{{ messages }} {{ tools }}", True, {7: "<think>", 8: "</think>"}))
+    by_token = choose("auto", "auto", ModelFacts("{{ messages }} {{ tools }}", True, {7: "<think>", 8: "</think>"}))
     assert by_token.decisions[1].got == "qwen3"
     assert "the token <think>" in by_token.decisions[1].why
-    by_type = choose("auto", "auto", Model("{{ messages }} {{ tools }}", True, {}, "gpt_oss"))
+    by_type = choose("auto", "auto", ModelFacts("{{ messages }} {{ tools }}", True, {}, "gpt_oss"))
     assert [row.got for row in by_type.decisions] == ["gpt_oss", "gpt_oss"]
 
 
@@ -228,7 +228,7 @@ def test_calls_in_a_form_that_the_template_refuses(name: str, published: dict[st
 
 def test_tools_for_a_template_that_ignores_them() -> None:
     template = chatml()
-    chosen = choose("auto", "auto", Model(template.source, template.renders_tools, {}))
+    chosen = choose("auto", "auto", ModelFacts(template.source, template.renders_tools, {}))
     assert "the chat template ignores tools" in chosen.decisions[0].why
     calling = [
         {"role": "system", "content": "Be brief."},

@@ -36,7 +36,7 @@ def test_what_is_found(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.load_format == "safetensors"
     assert checkpoint.dtype == "float32"
-    assert checkpoint.tokenizer_path == folder
+    assert checkpoint.path == folder
     assert checkpoint.generation_config["eos_token_id"] == 2
     assert checkpoint.tensor_bytes == 4 * checkpoint.declare().spec.num_params
     embed = checkpoint.tensors["model.embed_tokens.weight"]

@@ -190,9 +190,3 @@ def of_stack(stack: Stack) -> Tensor:
     """The panels of the stack's only matrix, uint8 [panels, panel bytes]."""
     parts = [ctypes.string_at(piece.address, piece.nbytes) for piece in stack.pieces(0)]
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(stack.matrix.layout.panels, -1)
-
-
-def test_unknown_router() -> None:
-    spec = spec_of(tiny_reference("llama2"))
-    with pytest.raises(UsageError, match="Use uniform, zipf or drift"):
-        fill_dummy(spec, {}, 0, "pareto")

@@ -64,8 +64,8 @@ class Loaded:
         model = Decoder(declared.spec, CpuOps(Recorder(pool, memory, 4, 1, 1)).table())
         self.progress: list[tuple[int, int]] = []
         targets = dict(model.parameters())
-        report = load_weights(checkpoint, declared, targets, lambda *call: self.progress.append(call), pool)
-        assert report.bytes_read == checkpoint.tensor_bytes
+        load_weights(checkpoint, declared, targets, lambda *call: self.progress.append(call), pool)
+        assert self.progress[-1][0] == checkpoint.tensor_bytes
         self.values, self.kept = {}, {}
         for name, target in targets.items():
             if isinstance(target, torch.Tensor):

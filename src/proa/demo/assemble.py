@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from gguf import GGUFReader
 
 from proa.demo.made import STAMP_NAME, TOP_K, is_made, stamp_of
 from proa.demo.safetensors_writer import Dtype, write_safetensors
+from proa.demo.source import Progress
 from proa.demo.split import Split, load_split
 from proa.demo.tensors import moe_tensors
 from proa.demo.tokenizer import write_tokenizer
 from proa.errors import ResourceError, UsageError, WeightsError
-
-Progress = Callable[[str, int, int], None]
 
 
 def assemble(

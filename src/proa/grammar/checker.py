@@ -15,19 +15,18 @@ from proa.errors import RequestError
 from proa.grammar.verdict import Verdict
 from proa.types import Constraint
 
-MOST_AT_ONCE = 4
+MAX_PROCESSES = 4
 TIMEOUT_S = 5.0
-KEPT_BYTES = 16 << 20  # texts of constraints whose verdicts are remembered
+KEPT_BYTES = 16 << 20  # of the texts of constraints whose verdicts are kept
 
 
 class GrammarChecker:
-    """Belongs to one event loop. Processes start when they are first needed; those that answer stay."""
+    """Compiles constraints in trial processes, which start on demand and are reused. Use it from one event loop."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._verdicts: OrderedDict[Constraint, asyncio.Task[Verdict]] = OrderedDict()  # least recently used first
         self._kept_bytes = 0
-        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+        self._trials = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[Process] = []
 
     async def check(self, constraint: Constraint) -> None:
@@ -39,7 +38,7 @@ class GrammarChecker:
             self._forget_oldest()
         else:
             self._verdicts.move_to_end(constraint)
-        found = await asyncio.shield(task)  # others may wait for it too
+        found = await asyncio.shield(task)  # other requests may await the same task
         if found.message:
             raise RequestError(found.message, found.remedy, param=found.param)
 
@@ -61,21 +60,22 @@ class GrammarChecker:
             self._kept_bytes -= len(oldest.text)
 
     async def _try(self, constraint: Constraint) -> Verdict:
-        async with self._places:
+        async with self._trials:
             line: bytes | None = b""
             if self._idle:
                 line = await self._answer(self._idle.pop(), constraint)
-            if line == b"":  # also if the idle process had ended for another reason
+            if line == b"":  # also if the idle process had ended before
                 line = await self._answer(await _start(), constraint)
         if line is None:
-            return _refusal(constraint, f"it takes more than {self._timeout_s:g} s to compile")
+            return _refusal(constraint, f"it takes more than {TIMEOUT_S:g} s to compile")
         return msgspec.json.decode(line, type=Verdict) if line else _refusal(constraint, "compiling it failed")
 
     async def _answer(self, process: Process, constraint: Constraint) -> bytes | None:
-        """The process's answer; b"" if it ended, None if it took too long. It is idle again or has ended then."""
+        """Return the process's answer; b"" if it ended, None after the timeout. Keep a process that answered as idle,
+        end any other."""
         line: bytes | None = None
         try:
-            line = await asyncio.wait_for(_ask(process, constraint), self._timeout_s)
+            line = await asyncio.wait_for(_exchange(process, constraint), TIMEOUT_S)
         except TimeoutError:
             return None
         finally:
@@ -108,8 +108,8 @@ async def _end(process: Process, *, kill: bool) -> None:
     await process.wait()
 
 
-async def _ask(process: Process, constraint: Constraint) -> bytes:
-    """The answer; b"" from a process that ends."""
+async def _exchange(process: Process, constraint: Constraint) -> bytes:
+    """Send a constraint and return the answer; b"" if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(ConnectionError):  # it has crashed: readline returns nothing

@@ -36,12 +36,12 @@ def compiled(constraint: Constraint, tree: LLTokenizer, special: Mapping[str, in
     elif constraint.kind == "tags":
         for tag in msgspec.json.decode(constraint.text, type=Tags).tags:
             compiled(tag.content, tree, special)  # raises if the fault is in this one
-    raise RequestError(f"{place}: {_told(why)}.", "Remove or change it.", param=place)
+    raise RequestError(f"{place}: {_cause(why)}.", "Remove or change it.", param=place)
 
 
 def follow(parser: LLMatcher, tree: LLTokenizer, num_tokens: int) -> None:
     """Compute the masks of a text of up to `num_tokens` allowed tokens, because most of a grammar is compiled then. The
-    parser may be in error afterwards; else it stands after the text."""
+    parser may be in error afterwards; else it has consumed the text."""
     mask = np.zeros(tree.vocab_size // 32 + 1, np.int32)
     for i in range(num_tokens):
         parser.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * -(-tree.vocab_size // 32))
@@ -51,7 +51,7 @@ def follow(parser: LLMatcher, tree: LLTokenizer, num_tokens: int) -> None:
             return
 
 
-def _told(why: str) -> str:
+def _cause(why: str) -> str:
     """llguidance's error as a phrase: of several lines, the one with the cause."""
     why = why.removesuffix("<non-verbose/>").strip()
     lines = [line.strip() for line in why.splitlines()]

@@ -25,16 +25,16 @@ class Lexicon:
         self.num_words = self.end // 32 + 1  # int32 words of a mask with a bit for each token and for `end`
         self.special = {self.tokens[token].decode("utf-8", "replace"): token for token in vocabulary.special}
         self.existing = bits_of((i for i, token in enumerate(self.tokens) if token), self.num_words)
-        self._spelt: dict[bytes, list[int]] = {}
+        self._tokens_of: dict[bytes, list[int]] = {}
         adapter = _Adapter(vocabulary)
         self.tree = LLTokenizer(adapter, eos_token=self.end)
         adapter.by_longest = self.tree.greedy_tokenize
 
-    def spelt(self, text: bytes) -> list[int]:
-        """Return the tokens whose bytes are these."""
-        if text not in self._spelt:
-            self._spelt[text] = [i for i, token in enumerate(self.tokens) if token == text]
-        return self._spelt[text]
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Return the tokens whose bytes equal `text`."""
+        if text not in self._tokens_of:
+            self._tokens_of[text] = [i for i, token in enumerate(self.tokens) if token == text]
+        return self._tokens_of[text]
 
 
 def bits_of(tokens: Iterable[int], num_words: int) -> NDArray[np.int32]:

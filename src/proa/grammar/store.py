@@ -17,9 +17,9 @@ from proa.grammar.thinking import ThinkingMatcher
 from proa.grammar.vocabulary import Vocabulary
 from proa.types import Constraint, Sampling
 
-MOST_AT_ONCE = 4
-KEPT_BYTES = 16 << 20  # texts of constraints whose grammars are kept
-# A grammar's copies begin with what it has compiled: 820 us a mask without this, 65 with it (decision 047).
+MAX_THREADS = 4
+KEPT_BYTES = 16 << 20  # of the texts of constraints whose grammars are kept
+# Copies of a grammar inherit what it has compiled: 820 us per mask without this, 65 us with it (decision 047).
 FOLLOWED_TOKENS = 64
 
 
@@ -29,7 +29,7 @@ class GrammarStore:
     def __init__(self, cpus: Collection[int] = ()) -> None:
         """cpus: CPUs of the compiling threads, which would inherit the caller's single one; empty: those inherited."""
         self._cpus = cpus
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, "grammar", self._spread)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "grammar", self._set_affinity)
         self._lexicon: Future[Lexicon] | None = None
         self._grammars: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()  # least recently used first
         self._kept_bytes = 0
@@ -39,7 +39,7 @@ class GrammarStore:
         self._lexicon = self._lexicon or self._threads.submit(Lexicon, vocabulary)
 
     def compiling(self, constraint: Constraint) -> Future[LLMatcher]:
-        """Start to compile a constraint, unless it was compiled lately. The future may raise RequestError."""
+        """Start to compile a constraint, unless its grammar is kept. The future may raise RequestError."""
         grammar = self._grammars.get(constraint)
         if grammar is None:
             grammar = self._grammars[constraint] = self._threads.submit(self._compile, constraint, self._known())
@@ -78,7 +78,7 @@ class GrammarStore:
             raise ValueError("a grammar needs the vocabulary first: call learn() before compiling()")
         return self._lexicon
 
-    def _spread(self) -> None:
+    def _set_affinity(self) -> None:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
 
@@ -87,7 +87,7 @@ class GrammarStore:
         known = lexicon.result()
         parser = compiled(constraint, known.tree, known.special)
         follow(parser, known.tree, FOLLOWED_TOKENS)
-        if parser.is_error():  # beyond the limits for this text, which need not hold for others
+        if parser.is_error():  # this text exceeds the limits; others need not
             return compiled(constraint, known.tree, known.special)
         parser.reset()
         return parser

@@ -30,7 +30,7 @@ class ThinkingMatcher:
         self._opening, self._end = thinking.opening.strip().encode(), thinking.end.encode()
         self._calls = [call.encode() for call in thinking.calls]
         self._num_words = lexicon.num_words
-        self._openings = bits_of(lexicon.spelt(self._opening), lexicon.num_words)
+        self._openings = bits_of(lexicon.tokens_of(self._opening), lexicon.num_words)
         self._no_stop = lexicon.existing & ~bits_of(stops, lexicon.num_words)
         self._state: _State = "inside" if thinking.is_open else "before"
         self._text = b""  # in "before": the answer; in "inside": its end

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -38,9 +38,10 @@ class TransientError(Exception):
 class Hub:
     """A connection to one hub with the user's token. Methods raise HubError or ModelNotFound, with a remedy."""
 
-    def __init__(self, retry_delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)) -> None:
+    retry_delays_s: ClassVar[tuple[float, ...]] = (1.0, 2.0, 4.0)
+
+    def __init__(self) -> None:
         self.endpoint: str = constants.ENDPOINT.rstrip("/")
-        self.retry_delays_s = retry_delays_s
         self._token: str | None = get_token()
         headers = {"user-agent": "proa", "accept-encoding": "identity"}
         if self._token:

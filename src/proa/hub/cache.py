@@ -55,14 +55,13 @@ class RepoCache:
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(commit)
 
-    def link(self, commit: str, path: str, etag: str) -> Path:
+    def link(self, commit: str, path: str, etag: str) -> None:
         """Link a complete blob into the snapshot under its file name."""
         link = self.snapshot(commit) / path
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
             link.unlink(missing_ok=True)  # a dangling link: its blob was deleted
             link.symlink_to(os.path.relpath(self.blob(etag), link.parent))
-        return link
 
     def find(self, reference: HubReference, config_only: bool = False) -> Path | None:
         """Return the model's folder or GGUF file if all its weights are cached, else None. Does not ask the hub for a

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from proa.errors import ModelError, ModelNotFound, ResourceError
 from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cache_root
 from proa.hub.files import HEADER_FILES, SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
+from proa.hub.locate import Check, Progress
 from proa.hub.preview import preview_gguf, preview_safetensors
 from proa.hub.reference import HubReference
 from proa.hub.repository import HubFile, Repository
@@ -24,73 +26,52 @@ from proa.obs.units import format_bytes
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve
 
-Progress = Callable[[str, int, int], None]
-# Checks a model before its weights are fetched: (path of the preview, load_format to open it with); raises ProaError.
-Check = Callable[[Path, str], object]
 
-_ELEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def check_loadable(preview: Path, load_format: str, ram_bytes: int | None = None) -> None:
-    """Check architecture, config, the name, shape and type of every tensor, and, with `ram_bytes`, that the weights fit
-    into RAM. The default check of `download`. Raises ConfigError, WeightsError, ResourceError.
+def check_loadable(preview: Path, load_format: str) -> None:
+    """Check architecture, config, and the name, shape and type of every tensor. The default check of `download`.
+    Raises ConfigError, WeightsError.
     """
     checkpoint = open_checkpoint(preview, load_format)
     declared = checkpoint.declare()
     if checkpoint.tensors:
         resolve(declared, checkpoint.tensors)
-    need = declared.spec.num_params * _ELEM_BYTES[checkpoint.dtype]
-    if ram_bytes is not None and need > ram_bytes:
-        raise ResourceError(
-            f"{preview}: the weights need {format_bytes(need)} of RAM, but only {format_bytes(ram_bytes)} are usable. "
-            "No weights were downloaded.",
-            "Choose a smaller model (`proa models` lists sizes), or free memory.",
-        )
 
 
-def download(
-    reference: HubReference, progress: Progress | None = None, check: Check = check_loadable, hub: Hub | None = None
-) -> Path:
+def download(reference: HubReference, progress: Progress | None = None, check: Check | None = None) -> Path:
     """Download the missing files; return the model's folder in the cache, or its (first) GGUF file.
 
-    Raises ModelNotFound, HubError, UsageError (several GGUF models to choose from), ResourceError (disk space), and
-    what `check` raises. All but HubError and disk errors are raised before any weights are downloaded.
+    check: runs on the headers before the weights are fetched; None: check_loadable. Raises ModelNotFound, HubError,
+    UsageError (several GGUF models to choose from), ResourceError (disk space), and what `check` raises. All but
+    HubError and disk errors are raised before any weights are downloaded.
     """
-    with closing(hub or Hub()) as hub:
+    with closing(Hub()) as hub:
         repository = hub.repository(reference)
+        files = _choose(hub, repository, SMALL_FILES)
+        _check_disk(repository, [*files.small, *files.weights])
+        _check_headers(hub, repository, files, check or check_loadable)
+        fetch_files(hub, repository, files.weights, _counter(reference, files.weights, progress))
         cache = RepoCache(reference.repo)
-        snapshot = cache.snapshot(repository.commit)
-        format_ = choose_format(repository)
-        small = () if format_ == "gguf" else [f for f in repository.files if f.path in SMALL_FILES]
-        weights = _choose(hub, repository, format_)
-        _check_disk(repository, [*small, *weights])
-        fetch_files(hub, repository, small, lambda _: None)
-        _check_in_folder(hub, repository, format_, small, weights, check)
-        fetch_files(hub, repository, weights, _counter(reference, weights, progress))
         cache.set_ref(reference, repository.commit)
-    return snapshot / weights[0].path if format_ == "gguf" else snapshot
+    snapshot = cache.snapshot(repository.commit)
+    return snapshot / files.weights[0].path if files.format == "gguf" else snapshot
 
 
-def check_headers(reference: HubReference, check: Check, hub: Hub | None = None) -> None:
+def check_headers(reference: HubReference, check: Check) -> None:
     """Run `check` on a hub model's config and the headers of its weight files; fetch nothing else.
 
     Raises ModelNotFound, HubError, UsageError (several GGUF models to choose from), and what `check` raises.
     """
-    with closing(hub or Hub()) as hub:
+    with closing(Hub()) as hub:
         repository = hub.repository(reference)
-        format_ = choose_format(repository)
-        small = () if format_ == "gguf" else [f for f in repository.files if f.path in HEADER_FILES]
-        weights = _choose(hub, repository, format_)
-        fetch_files(hub, repository, small, lambda _: None)
-        _check_in_folder(hub, repository, format_, small, weights, check)
+        _check_headers(hub, repository, _choose(hub, repository, HEADER_FILES), check)
 
 
-def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
+def download_config(reference: HubReference) -> Path:
     """Download config and tokenizer only, for dummy weights; return the folder in the cache.
 
     Raises ModelNotFound, HubError.
     """
-    with closing(hub or Hub()) as hub:
+    with closing(Hub()) as hub:
         repository = hub.repository(reference)
         small = [f for f in repository.files if f.path in SMALL_FILES]
         if reference.file or all(f.path != "config.json" for f in small):
@@ -103,40 +84,46 @@ def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
     return RepoCache(reference.repo).snapshot(repository.commit)
 
 
-def _choose(hub: Hub, repository: Repository, format_: Format) -> tuple[HubFile, ...]:
-    if format_ == "gguf":
-        return choose_gguf(repository)
-    return choose_weights(repository, format_, lambda file: hub.read_range(repository, file, file.size_bytes))
+@dataclass(frozen=True)
+class _Files:
+    """The files of one model. small: config, tokenizer and index; weights: those of one weight format."""
+
+    format: Format
+    small: Sequence[HubFile]
+    weights: Sequence[HubFile]
 
 
-def _check_in_folder(
-    hub: Hub, repository: Repository, format_: Format, small: Sequence[HubFile], weights: Sequence[HubFile],
-    check: Check,
-) -> None:  # fmt: skip
-    """Run `check` on a temporary folder with the small files, which are cached, and the weights' headers."""
+def _choose(hub: Hub, repository: Repository, small: Collection[str]) -> _Files:
+    """Choose the weight format and its files; `small`: names of other files to take, which a GGUF model does not
+    need."""
+    chosen = choose_format(repository)
+    if chosen == "gguf":
+        return _Files(chosen, (), choose_gguf(repository))
+    weights = choose_weights(repository, chosen, lambda file: hub.read_range(repository, file, file.size_bytes))
+    return _Files(chosen, [f for f in repository.files if f.path in small], weights)
+
+
+def _check_headers(hub: Hub, repository: Repository, files: _Files, check: Check) -> None:
+    """Fetch the small files into the cache, and run `check` on a temporary folder with them and the weights' headers.
+    In its errors, the repository replaces the folder."""
+    fetch_files(hub, repository, files.small, lambda _: None)
     snapshot = RepoCache(repository.reference.repo).snapshot(repository.commit).absolute()
     cache_root().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as folder:
-        for file in small:
-            Path(folder, file.path).symlink_to(snapshot / file.path)
-        _check_preview(hub, repository, format_, weights, Path(folder), check)
-
-
-def _check_preview(
-    hub: Hub, repository: Repository, format_: Format, weights: Sequence[HubFile], folder: Path, check: Check
-) -> None:
-    """Complete the preview in `folder` and run `check` on it; in its errors, replace the folder by the repository."""
-    try:
-        if format_ == "gguf":
-            check(preview_gguf(hub, repository, weights, folder), "auto")
-        elif format_ == "safetensors":
-            preview_safetensors(hub, repository, weights, folder)
-            check(folder, "auto")
-        else:
-            check(folder, "dummy")  # only the config: a .bin file has no header that lists its tensors
-    except (ModelError, ResourceError) as error:
-        message = error.message.replace(f"{folder}/", f"{repository.reference}/")
-        raise type(error)(message.replace(str(folder), str(repository.reference)), error.remedy) from error
+    with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as name:
+        folder = Path(name)
+        for file in files.small:
+            (folder / file.path).symlink_to(snapshot / file.path)
+        try:
+            if files.format == "gguf":
+                check(preview_gguf(hub, repository, files.weights, folder), "auto")
+            elif files.format == "safetensors":
+                preview_safetensors(hub, repository, files.weights, folder)
+                check(folder, "auto")
+            else:
+                check(folder, "dummy")  # only the config: a .bin file has no header that lists its tensors
+        except (ModelError, ResourceError) as error:
+            message = error.message.replace(f"{folder}/", f"{repository.reference}/")
+            raise type(error)(message.replace(str(folder), str(repository.reference)), error.remedy) from error
 
 
 def _check_disk(repository: Repository, files: Sequence[HubFile]) -> None:

@@ -9,7 +9,7 @@ from proa.demo.made import STAMP_NAME
 from proa.demo.source import GGUF_BYTES, GGUF_NAME
 from proa.hub.aliases import Alias, load_aliases
 from proa.hub.cache import RepoCache, cached_references, stored_bytes
-from proa.hub.locate import DEMO_NAME, demo_folder
+from proa.hub.locate import MOE_FOLDER, demo_folder
 
 _DENSE_PARAMS = 134_515_008
 _MOE_PARAMS = 134_808_768  # the dense model's, plus the routers
@@ -55,7 +55,7 @@ def _alias_row(alias: Alias) -> ListedModel:
 
 
 def _demo_rows() -> list[ListedModel]:
-    gguf, moe = demo_folder() / GGUF_NAME, demo_folder() / DEMO_NAME
+    gguf, moe = demo_folder() / GGUF_NAME, demo_folder() / MOE_FOLDER
     source = "SmolLM2-135M-Instruct"
     return [
         ListedModel(

@@ -14,9 +14,11 @@ from proa.demo.made import is_made, stamp_of
 from proa.demo.source import GGUF_NAME, fetch_gguf, is_complete
 from proa.hub.lookup import look_up
 
-Progress = Callable[[str, int, int], None]
-DEMO_NAME = "smollm2-moe"
-Check = Callable[[Path, str], object]  # see hub/download.py
+Progress = Callable[[str, int, int], None]  # (phase, done, total)
+# Checks a model before its weights are fetched: (path of its headers, load_format to open it with). Raises ProaError.
+Check = Callable[[Path, str], object]
+
+MOE_FOLDER = "smollm2-moe"  # of the built demo, in `demo_folder`
 
 
 def locate(
@@ -39,9 +41,8 @@ def locate(
     if wanted.reference is None:
         return _demo(model, progress)
     from_hub = importlib.import_module("proa.hub.download")
-    found: Path = from_hub.download_config(wanted.reference) if config_only else from_hub.download(
-        wanted.reference, progress, check or from_hub.check_loadable
-    )  # fmt: skip
+    reference = wanted.reference
+    found: Path = from_hub.download_config(reference) if config_only else from_hub.download(reference, progress, check)
     return found
 
 
@@ -51,7 +52,7 @@ def locate_here(model: str, revision: str | None = None, *, config_only: bool = 
     wanted = look_up(model, revision, config_only=config_only)
     if wanted.path or wanted.reference:
         return wanted.path
-    gguf, folder = demo_folder() / GGUF_NAME, demo_folder() / DEMO_NAME
+    gguf, folder = demo_folder() / GGUF_NAME, demo_folder() / MOE_FOLDER
     if not is_complete(gguf):
         return None
     if model == "demo-dense":
@@ -66,7 +67,7 @@ def demo_folder() -> Path:
 
 def _demo(model: str, progress: Progress | None) -> Path:
     gguf = fetch_gguf(demo_folder(), progress)
-    folder = demo_folder() / DEMO_NAME
+    folder = demo_folder() / MOE_FOLDER
     if model == "demo-dense":
         return gguf
     if is_made(folder, stamp_of(gguf)):

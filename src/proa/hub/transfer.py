@@ -22,7 +22,6 @@ from proa.hub.cache import RepoCache, cache_root
 from proa.hub.repository import HubFile, Repository
 
 _PARALLEL_FILES = 4  # one connection rarely uses the full bandwidth
-_HASH_CHUNK_BYTES = 1 << 20
 
 Arrived = Callable[[int], None]
 
@@ -47,7 +46,7 @@ def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arri
 
     def fetch(file: HubFile) -> None:
         try:
-            fetch_file(hub, repository, file, count)
+            _fetch(hub, repository, file, count)
         except OSError as error:
             stop.set()
             raise ResourceError(
@@ -70,8 +69,8 @@ def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arri
         raise min(errors, key=lambda e: isinstance(e, _StoppedError))
 
 
-def fetch_file(hub: Hub, repository: Repository, file: HubFile, arrived: Arrived) -> Path:
-    """Download one file, resuming a partial one; return its path in the snapshot. Raises HubError."""
+def _fetch(hub: Hub, repository: Repository, file: HubFile, arrived: Arrived) -> None:
+    """Download one file, resuming a partial one, and link it into the snapshot. Raises HubError."""
     cache = RepoCache(repository.reference.repo)
     blob, lock = cache.blob(file.etag), cache.lock(file.etag)
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +83,7 @@ def fetch_file(hub: Hub, repository: Repository, file: HubFile, arrived: Arrived
             _receive(hub, repository, file, partial, arrived)
             _check(partial, file, repository)
             partial.replace(blob)
-    return cache.link(repository.commit, file.path, file.etag)
+    cache.link(repository.commit, file.path, file.etag)
 
 
 def missing_bytes(repository: Repository, files: Sequence[HubFile]) -> int:
@@ -145,8 +144,7 @@ def _check(partial: Path, file: HubFile, repository: Repository) -> None:
     size = partial.stat().st_size
     digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with partial.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
+        hashlib.file_digest(stream, lambda: digest)
     if size != file.size_bytes or digest.hexdigest() != file.etag:
         partial.unlink()
         raise HubError(

@@ -83,14 +83,9 @@ def config_from_metadata(
 
 def generation_from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Translate GGUF metadata to generation_config.json: sampling defaults and EOS tokens."""
-    ours = {
-        "temp": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "penalty_repeat": "repetition_penalty",
-    }
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in ours.items()}
+    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    keys = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
+    found = {names.get(key, key): metadata.get(f"general.sampling.{key}") for key in keys}
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return {k: v for k, v in found.items() if v is not None} | ({"eos_token_id": eos} if eos else {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from proa.models.config_reader import Reader
@@ -35,11 +36,6 @@ def shape_of(c: Reader, shapes: Shapes, tensor: str) -> tuple[int, ...]:
     return shapes[tensor]
 
 
-def _has(tensor: str) -> Callable[[Shapes], bool]:
-    """A test for a tensor in the first layer."""
-    return lambda shapes: f"blk.0.{tensor}" in shapes
-
-
 def _llama(c: Reader, shapes: Shapes) -> dict[str, Any]:
     """Llama's and Mixtral's q and k rows are stored for interleaved rotary pairs; other architectures' are not."""
     if experts := c.get("expert_count", int, 0):
@@ -59,62 +55,63 @@ def _llama(c: Reader, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _dense(architecture: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    return lambda c, shapes: {"architectures": [architecture]}
+def _dense(architecture: str, c: Reader, shapes: Shapes) -> dict[str, Any]:
+    return {"architectures": [architecture]}
 
 
-def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    """A reader of Qwen's MoE models. renormalise: the default of norm_topk_prob. bias_key: the config's key for biases
-    of q, k and v."""
-
-    def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
-        c.expect("expert_gating_func", 1)  # softmax
-        c.expect("expert_weights_scale", 0.0, 1.0)
-        c.ignore("read from tensor shapes", "expert_feed_forward_length", "expert_shared_feed_forward_length")
-        layers = range(c.size("block_count"))
-        dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes]
-        sparse = next((i for i in layers if i not in dense), 0)
-        config = {
-            "architectures": [architecture],
-            "num_experts": c.size("expert_count"),
-            "num_experts_per_tok": c.size("expert_used_count"),
-            "norm_topk_prob": c.get("expert_weights_norm", bool, renormalise),
-            "mlp_only_layers": dense,
-            "moe_intermediate_size": shape_of(c, shapes, f"blk.{sparse}.ffn_down_exps.weight")[-1],
-            bias_key: "blk.0.attn_q.bias" in shapes,
-        }
-        if f"blk.{sparse}.ffn_down_shexp.weight" in shapes:
-            config["shared_expert_intermediate_size"] = shapes[f"blk.{sparse}.ffn_down_shexp.weight"][-1]
-        return config
-
-    return read
+def _qwen_moe(architecture: str, renormalise: bool, bias_key: str, c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """Qwen's MoE models. renormalise: the default of norm_topk_prob. bias_key: the config's key for biases of q, k and
+    v."""
+    c.expect("expert_gating_func", 1)  # softmax
+    c.expect("expert_weights_scale", 0.0, 1.0)
+    c.ignore("read from tensor shapes", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+    layers = range(c.size("block_count"))
+    dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes]
+    sparse = next((i for i in layers if i not in dense), 0)
+    config = {
+        "architectures": [architecture],
+        "num_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "norm_topk_prob": c.get("expert_weights_norm", bool, renormalise),
+        "mlp_only_layers": dense,
+        "moe_intermediate_size": shape_of(c, shapes, f"blk.{sparse}.ffn_down_exps.weight")[-1],
+        bias_key: "blk.0.attn_q.bias" in shapes,
+    }
+    if f"blk.{sparse}.ffn_down_shexp.weight" in shapes:
+        config["shared_expert_intermediate_size"] = shapes[f"blk.{sparse}.ffn_down_shexp.weight"][-1]
+    return config
 
 
-def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    """A reader of models with DeepSeek-V3's experts: sigmoid scores with a correction, behind leading dense layers.
-    more: config keys whose values follow from which tensors exist."""
+def _deepseek_ffns(c: Reader) -> dict[str, Any]:
+    """The keys of DeepSeek's experts behind leading dense layers, and of MTP layers, which block_count includes."""
+    mtp_layers = c.get("nextn_predict_layers", int, 0)
+    return {
+        "num_hidden_layers": c.size("block_count") - mtp_layers,
+        "num_nextn_predict_layers": mtp_layers,
+        "n_routed_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "n_shared_experts": c.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": c.size("expert_feed_forward_length"),
+        "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
+    }
 
-    def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
-        c.expect("expert_gating_func", 2)  # sigmoid
-        mtp_layers = c.get("nextn_predict_layers", int, 0)
-        return {
-            "architectures": [architecture],
-            "num_hidden_layers": c.size("block_count") - mtp_layers,
-            "num_nextn_predict_layers": mtp_layers,
-            "n_routed_experts": c.size("expert_count"),
-            "num_experts_per_tok": c.size("expert_used_count"),
-            "n_shared_experts": c.get("expert_shared_count", int, 0),
-            "moe_intermediate_size": c.size("expert_feed_forward_length"),
-            "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
-            "n_group": c.size("expert_group_count", None),
-            "topk_group": c.size("expert_group_used_count", None),
-            "norm_topk_prob": c.get("expert_weights_norm", bool),
-            "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
-            "attention_bias": "blk.0.attn_q.bias" in shapes,
-            **{key: value_from(shapes) for key, value_from in more.items()},
-        }
 
-    return read
+def _v3_moe(architecture: str, c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """Llama's attention with DeepSeek-V3's experts: sigmoid scores with a correction."""
+    c.expect("expert_gating_func", 2)  # sigmoid
+    return {
+        "architectures": [architecture],
+        **_deepseek_ffns(c),
+        "n_group": c.size("expert_group_count", None),
+        "topk_group": c.size("expert_group_used_count", None),
+        "norm_topk_prob": c.get("expert_weights_norm", bool),
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+    }
+
+
+def _glm4_moe(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    return _v3_moe("Glm4MoeForCausalLM", c, shapes) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes}
 
 
 def _local_experts(c: Reader) -> dict[str, Any]:
@@ -130,10 +127,7 @@ def _minimax_m2(c: Reader, shapes: Shapes) -> dict[str, Any]:
     c.expect("expert_gating_func", 2)  # sigmoid
     c.expect("expert_weights_norm", True)
     c.expect("expert_weights_scale", 0.0, 1.0)
-    return {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        **_local_experts(c),
-    }
+    return {"architectures": ["MiniMaxM2ForCausalLM"], **_local_experts(c)}
 
 
 def _gpt_oss(c: Reader, shapes: Shapes) -> dict[str, Any]:
@@ -175,7 +169,7 @@ def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
     """DeepSeek-V3 if expert_gating_func is sigmoid, else DeepSeek-V2, whose older files lack that key."""
     c.expect("expert_gating_func", 1, 2)
     sigmoid = c.get("expert_gating_func", int, 1) == 2
-    experts, mtp_layers = c.size("expert_count"), c.get("nextn_predict_layers", int, 0)
+    experts = c.size("expert_count")
     if not c.has("expert_group_count") and experts not in _GROUPS:
         raise c.error(f"expert_group_count is missing, and no published model has {experts} experts")
     groups, kept = _GROUPS.get(experts, (1, 1))
@@ -183,17 +177,10 @@ def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
     limited = {} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
-        "num_hidden_layers": c.size("block_count") - mtp_layers,
-        "num_nextn_predict_layers": mtp_layers,
-        "n_routed_experts": experts,
-        "num_experts_per_tok": c.size("expert_used_count"),
-        "n_shared_experts": c.get("expert_shared_count", int, 0),
-        "moe_intermediate_size": c.size("expert_feed_forward_length"),
-        "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+        **_deepseek_ffns(c),
         "n_group": groups,
         "topk_group": kept,
         "norm_topk_prob": c.get("expert_weights_norm", bool, False),
-        "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
         **limited,
         **_latent_heads(c),
     }
@@ -202,11 +189,8 @@ def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
 def _latent_heads(c: Reader) -> dict[str, Any]:
     """Sizes of latent attention. Files with key_length_mla give the heads' sizes there, and the latent cache's sizes in
     key_length and value_length; files without it give the heads' sizes in key_length and value_length."""
-    heads, rank, rotary_dim = (
-        c.size("attention.head_count"),
-        c.size("attention.kv_lora_rank"),
-        c.size("rope.dimension_count"),
-    )
+    heads = c.size("attention.head_count")
+    rank, rotary_dim = c.size("attention.kv_lora_rank"), c.size("rope.dimension_count")
     c.expect("attention.head_count_kv", 1, heads)
     own = ""
     if c.has("attention.key_length_mla"):
@@ -237,7 +221,7 @@ def _qwen3_next(c: Reader, shapes: Shapes) -> dict[str, Any]:
     if values % value_heads:
         raise c.error(f"ssm.inner_size is {values}, but it must be a multiple of the {value_heads} value heads")
     kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    return _qwen_moe("Qwen3NextForCausalLM", renormalise=True, bias_key="attention_bias")(c, shapes) | {
+    return _qwen_moe("Qwen3NextForCausalLM", True, "attention_bias", c, shapes) | {
         "layer_types": kinds,
         "linear_num_key_heads": c.size("ssm.group_count"),
         "linear_num_value_heads": value_heads,
@@ -257,12 +241,12 @@ CHANGED: Mapping[str, Rules] = {
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(_llama),
-    "qwen2": Architecture(_dense("Qwen2ForCausalLM")),
-    "qwen3": Architecture(_dense("Qwen3ForCausalLM")),
-    "qwen2moe": Architecture(_qwen_moe("Qwen2MoeForCausalLM", renormalise=False, bias_key="qkv_bias")),
-    "qwen3moe": Architecture(_qwen_moe("Qwen3MoeForCausalLM", renormalise=True, bias_key="attention_bias")),
-    "glm4moe": Architecture(_v3_moe("Glm4MoeForCausalLM", use_qk_norm=_has("attn_q_norm.weight")), partial_rotary=True),
-    "dots1": Architecture(_v3_moe("Dots1ForCausalLM")),
+    "qwen2": Architecture(partial(_dense, "Qwen2ForCausalLM")),
+    "qwen3": Architecture(partial(_dense, "Qwen3ForCausalLM")),
+    "qwen2moe": Architecture(partial(_qwen_moe, "Qwen2MoeForCausalLM", False, "qkv_bias")),
+    "qwen3moe": Architecture(partial(_qwen_moe, "Qwen3MoeForCausalLM", True, "attention_bias")),
+    "glm4moe": Architecture(_glm4_moe, partial_rotary=True),
+    "dots1": Architecture(partial(_v3_moe, "Dots1ForCausalLM")),
     "minimax-m2": Architecture(_minimax_m2, partial_rotary=True),
     "gpt-oss": Architecture(_gpt_oss, yarn=lambda c: {"truncate": False}),  # openai/gpt-oss config.json
     "deepseek2": Architecture(_deepseek2, latent=True, yarn=_deepseek_yarn),

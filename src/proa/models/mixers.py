@@ -1,5 +1,5 @@
 """Mixers as frozen dataclasses: what mixes the tokens of a sequence in a block. Belongs here: everything that the rest
-of Proa must know of a mixer, in plain numbers. Never: torch, devices, checkpoint names.
+of Proa needs to know about a mixer, in plain numbers. Never: torch, devices, checkpoint names.
 
 A mixer declares its parameters, its rotary embeddings (`ropes`), its caches in the order in which its layer takes them
 (`caches`), the kernels that do its work (`kernels`; plan/kernels.py has their limits and buffers), its activations
@@ -176,7 +176,7 @@ class Spread:
 
 
 class _Mixer:
-    """What a mixer says unless it says otherwise."""
+    """Defaults of the properties that mixers declare."""
 
     # Most nodes of a captured decode step: half of the 16 that were measured for a block; the FFN has the others.
     graph_nodes: ClassVar = 8

@@ -40,7 +40,8 @@ class Quantisation:
     method: quant_method. block: (rows, columns) that share a scale in block-scaled FP8 matrices; None: 128 x 128.
     rules: integer quantisation by module name; the first match counts. zero_offset: added to stored zero points.
     awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: a byte of an int8 tensor holds two 4-bit values, not
-    one 8-bit value. activations: the format that the checkpoint quantises activations to; "": none.
+    one 8-bit value. activations: the formats that the checkpoint quantises activations and the KV cache to, in words;
+    "": none.
     """
 
     method: str
@@ -106,7 +107,7 @@ def _fp8(c: Reader, method: str) -> Quantisation:
     _quark_export(c)
     block = _pair(c, "weight_block_size")
     made_for = f"{'MXFP8' if method == 'mxfp8' else 'FP8'}, {c.get('activation_scheme', str, 'dynamic')}"
-    return Quantisation(method, block=block, activations=" and ".join([made_for, *_kv(c)]))
+    return Quantisation(method, block=block, activations=_listed({made_for} | _kv(c)))
 
 
 def _linear_fp8(c: Reader) -> tuple[int, int] | None:
@@ -160,7 +161,6 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     rules = [
         Integers(_pattern(c, target), group.bits, ordered=group.ordered) for group in found for target in group.targets
     ]
-    activations = {group.activations for group in found if group.activations}
     blocks = {block for block in (linear, *(group.block for group in found)) if block}
     if len(blocks) > 1:
         raise c.error(f"blocks of several sizes, {sorted(blocks)}, are not implemented")
@@ -168,7 +168,7 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
         method,
         block=next(iter(blocks), None),
         rules=tuple(sorted(rules, key=lambda rule: rule.pattern == _ANY)),  # names take precedence over "Linear"
-        activations=" and ".join(sorted(activations | _kv(c))),
+        activations=_listed({group.activations for group in found} | _kv(c)),
     )
 
 
@@ -193,7 +193,7 @@ def _weights_group(c: Reader) -> _Group:
     weights.expect("type", "int", "float")
     weights.expect("dynamic", False)
     weights.expect("actorder", "group", "weight", "static")
-    ordered = not weights.has("actorder") or weights.get("actorder", str) != "group"
+    ordered = weights.value("actorder") != "group"
     strategy = weights.get("strategy", str)
     weights.expect("strategy", "tensor", "channel", "group", "block", "tensor_group")
     weights.ignore(_SHOWN, "group_size", "symmetric", "scale_dtype", "zp_dtype")
@@ -226,6 +226,11 @@ def _kv(c: Reader) -> set[str]:
     return {f"a KV cache of {'FP8' if floats else f'{bits} bits'}"} if scheme else set()
 
 
+def _listed(formats: Collection[str]) -> str:
+    """Formats as a phrase; "" stands for none."""
+    return " and ".join(sorted({*formats} - {""}))
+
+
 _ANY = ".*"
 
 
@@ -247,9 +252,10 @@ def _checked(c: Reader, pattern: str) -> str:
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
-    algo = c.get("quant_algo", str).upper()  # some algorithms are written in lower case
+    written = c.get("quant_algo", str)
+    algo = written.upper()  # some algorithms are written in lower case
     if algo not in _MODELOPT:
-        raise c.error(f"quant_algo = {c.get('quant_algo', str)!r} is not implemented, only {', '.join(_MODELOPT)}")
+        raise c.error(f"quant_algo = {written!r} is not implemented, only {', '.join(_MODELOPT)}")
     c.expect("quant_method", "modelopt")
     c.ignore(_SHOWN, "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
     c.ignore(_SHOWN, "has_zero_point", "pre_quant_scale")
@@ -257,14 +263,13 @@ def _modelopt(c: Reader, method: str) -> Quantisation:
     kv = _kv(c)
     if name := c.get("kv_cache_quant_algo", str, None):
         kv.add(f"a KV cache of {name}")
-    made_for = {_MODELOPT[algo]} - {""}
     mixed = algo == "MIXED_PRECISION"  # 4-bit experts, if any, are stored as in _w4afp8 (TensorRT-LLM)
     return Quantisation(
         method,
         block=(128, 128) if algo == "FP8_PB_WO" else None,
         rules=(Integers(_ANY, 4),) if mixed else (),
         paired=mixed,
-        activations=" and ".join(sorted(made_for | kv)),
+        activations=_listed({_MODELOPT[algo]} | kv),
     )
 
 
@@ -299,7 +304,7 @@ def _own(c: Reader, pattern: str, rest: Integers) -> Integers:
     """Per-module overrides of `rest`; more than 8 bits means not quantised."""
     c.ignore(_SHOWN, "group_size")
     bits = c.size("bits", rest.bits)
-    ordered = rest.ordered if not c.has("desc_act") else not c.get("desc_act", bool)
+    ordered = not c.get("desc_act", bool, not rest.ordered)
     return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered)
 
 
@@ -353,13 +358,13 @@ def _awq(c: Reader, method: str) -> Quantisation:
     c.expect("version", "gemm", "GEMM")
     c.expect("zero_point", True)
     c.expect("bits", 4)
-    for key in ("sym", "desc_act"):
-        c.expect(key, False)
+    c.expect("sym", False)
+    c.expect("desc_act", False)
     c.expect("pack_dtype", "int32")
     c.expect("pack_method", "reorder")
     _quark_export(c)
-    for key in ("checkpoint_format", "format"):
-        c.expect(key, "gemm")
+    c.expect("checkpoint_format", "gemm")
+    c.expect("format", "gemm")
     c.ignore(_SHOWN, "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("for other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
     rules = (Integers(_ANY, c.size("bits"), symmetric=False),)
@@ -377,12 +382,12 @@ def _quark(c: Reader, method: str) -> Quantisation:
     for key in ("layer_quant_config", "layer_type_quant_config"):
         of = c.sub(key)
         layers += [of.sub(name) for name in of.keys]
-    activations = {name for layer in layers if (name := _quark_layer(layer))}
+    activations = {_quark_layer(layer) for layer in layers}
     kv = c.sub("kv_cache_quant_config")
     kv.ignore("--kv-dtype decides", *kv.keys)
     if kv.keys:
         activations.add("a KV cache of 8 bits")
-    return Quantisation(method, activations=" and ".join(sorted(activations)))
+    return Quantisation(method, activations=_listed(activations))
 
 
 def _without_runtime_work(c: Reader) -> list[object]:

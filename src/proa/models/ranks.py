@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd, lcm
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from proa.errors import UsageError
 from proa.models.spec import Attention, Block, GatedDeltaNet, Held, LatentAttention, Mixer, Mlp, Model, Moe, Params
@@ -174,8 +174,8 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
         name: Part(name, (range(model.hidden),), None, why) for name, _ in block.params() if name.startswith("norm")
     }
     none = [None] * len(ranks.shares)
-    mixers = _mixer(block.mixer, ranks.inside("mixer")) if block.mixer else none
-    ffns = _ffn(block.ffn, ranks.inside("ffn")) if block.ffn else none
+    mixers = _DIVIDE[type(block.mixer)](block.mixer, ranks.inside("mixer")) if block.mixer else none
+    ffns = _DIVIDE[type(block.ffn)](block.ffn, ranks.inside("ffn")) if block.ffn else none
     return [
         _Piece(
             Block(mixer.spec if mixer else None, ffn.spec if ffn else None),
@@ -185,41 +185,33 @@ def _block(model: Model, mesh: Mesh, stage: int, number: int, units: Units) -> l
     ]
 
 
-def _mixer(s: Mixer, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
-    return _MIXERS[type(s)](s, ranks)
-
-
-def _ffn(s: Mlp | Moe, ranks: _Ranks) -> Sequence[_Piece[Mlp | Moe]]:
-    return _moe(s, ranks) if isinstance(s, Moe) else _mlp(s, ranks)
-
-
 # --- Mixers: one function for each class ---
 
 
 def _attention(s: Attention, ranks: _Ranks) -> Sequence[_Piece[Mixer]]:
     """Divide by KV heads, with the query heads that read them; with more ranks than KV heads, some ranks share one."""
     if s.qk_norm == "full" and len(ranks.shares) > 1:
-        return _replicated(s, "o", len(ranks.shares), "queries and keys are normalised over all heads together")
+        return _replicated(s, "o", ranks, "queries and keys are normalised over all heads together")
     each, rows, dim = s.heads // s.kv_heads, s.q_rows // s.heads, s.head_dim
     by_head = lcm(ranks.rows("q.weight", rows), ranks.rows("q.bias", rows), ranks.columns("o.weight", dim))
     names = [f"{part}.{kind}" for part in "kv" for kind in ("weight", "bias")]
     kv_units = lcm(*(ranks.rows(name, dim) for name in names))
-    cuts = _heads(s.kv_heads, each, ranks.shares, lcm(kv_units, _of(by_head, each)), by_head)
+    cuts = _heads(s.kv_heads, each, ranks.shares, lcm(kv_units, _whole_groups(by_head, each)), by_head)
     if cuts is None:
-        return _replicated(s, "o", len(ranks.shares), _not_divisible(f"{s.heads} heads", ranks, by_head))
+        return _replicated(s, "o", ranks, _not_divisible(f"{s.heads} heads", ranks, by_head))
     found: list[_Piece[Mixer]] = []
     for r, cut in enumerate(cuts):
         heads, kv = cut.heads(each), cut.groups
         spec = replace(s, heads=len(heads), kv_heads=len(kv), o_bias=s.o_bias and r == 0)
         places: dict[str, _Place] = {
-            "q": ((_times(heads, rows),), None, ""),
-            "k": ((_times(kv, dim),), None, cut.shared),
-            "v": ((_times(kv, dim),), None, cut.shared),
-            "o.weight": ((range(s.hidden),), _times(heads, dim), ""),
-            "o.bias": ((range(s.hidden),), None, ""),
-            "sinks": ((heads,), None, ""),
+            "q": _Place((_times(heads, rows),)),
+            "k": _Place((_times(kv, dim),), shared=cut.shared),
+            "v": _Place((_times(kv, dim),), shared=cut.shared),
+            "o.weight": _Place((range(s.hidden),), _times(heads, dim)),
+            "o.bias": _Place((range(s.hidden),)),
+            "sinks": _Place((heads,)),
         }
-        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "each head is normalised by the same")))
+        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the norm's weights")))
     return found
 
 
@@ -231,14 +223,14 @@ def _latent_attention(s: LatentAttention, ranks: _Ranks) -> Sequence[_Piece[Mixe
     )
     cuts = _cut(s.heads, ranks.shares, unit)
     if cuts is None:
-        return _replicated(s, "o", len(ranks.shares), _not_divisible(f"{s.heads} heads", ranks, unit))
+        return _replicated(s, "o", ranks, _not_divisible(f"{s.heads} heads", ranks, unit))
     found: list[_Piece[Mixer]] = []
     for heads in cuts:
         spec = replace(s, heads=len(heads))
         places: dict[str, _Place] = {
-            q: ((_times(heads, q_rows),), None, ""),
-            "kv_b": ((_times(heads, kv_rows),), None, ""),
-            "o.weight": ((range(s.hidden),), _times(heads, s.value_dim), ""),
+            q: _Place((_times(heads, q_rows),)),
+            "kv_b": _Place((_times(heads, kv_rows),)),
+            "o.weight": _Place((range(s.hidden),), _times(heads, s.value_dim)),
         }
         found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the latents")))
     return found
@@ -256,22 +248,21 @@ def _gated_delta_net(s: GatedDeltaNet, ranks: _Ranks) -> Sequence[_Piece[Mixer]]
     )  # fmt: skip
     cuts = _heads(s.key_heads, each, ranks.shares, by_group, by_head if within == 1 else each)
     if cuts is None:
-        why = _not_divisible(f"{s.value_heads} value heads", ranks, by_head)
-        return _replicated(s, "out", len(ranks.shares), why)
+        return _replicated(s, "out", ranks, _not_divisible(f"{s.value_heads} value heads", ranks, by_head))
     found: list[_Piece[Mixer]] = []
     for cut in cuts:
         heads, groups = cut.heads(each), cut.groups
         spec = replace(s, key_heads=len(groups), value_heads=len(heads))
         channels = (*(_times(groups, s.key_dim, at) for at in (0, all_keys)), _times(heads, dim, 2 * all_keys))
         places: dict[str, _Place] = {
-            "qkvz": (_interleaved(cut, each, (keys,), (dim, dim)), None, cut.shared),
-            "ba": (_interleaved(cut, each, (), (1, 1)), None, ""),
-            "conv": (channels, None, cut.shared),
-            "a_log": ((heads,), None, ""),
-            "dt_bias": ((heads,), None, ""),
-            "out": ((range(s.hidden),), _times(heads, dim), ""),
+            "qkvz": _Place(_interleaved(cut, each, (keys,), (dim, dim)), shared=cut.shared),
+            "ba": _Place(_interleaved(cut, each, (), (1, 1))),
+            "conv": _Place(channels, shared=cut.shared),
+            "a_log": _Place((heads,)),
+            "dt_bias": _Place((heads,)),
+            "out": _Place((range(s.hidden),), _times(heads, dim)),
         }
-        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "each head is normalised by the same")))
+        found.append(_Piece(spec, _placed(spec.params(), places, len(cuts), "all heads share the norm's weights")))
     return found
 
 
@@ -289,13 +280,6 @@ def _interleaved(cut: _Heads, each: int, shared: Sequence[int], per_head: Sequen
     return tuple(found)
 
 
-_MIXERS: dict[type[Mixer], Callable[[Any, _Ranks], Sequence[_Piece[Mixer]]]] = {
-    Attention: _attention,
-    LatentAttention: _latent_attention,
-    GatedDeltaNet: _gated_delta_net,
-}
-
-
 # --- FFNs ---
 
 
@@ -303,7 +287,7 @@ def _mlp(s: Mlp, ranks: _Ranks) -> Sequence[_Piece[Mlp | Moe]]:
     unit = _width_unit(ranks)
     cuts = _cut(s.width, ranks.shares, unit)
     if cuts is None:
-        return _replicated(s, "down", len(ranks.shares), _not_divisible(f"a width of {s.width}", ranks, unit))
+        return _replicated(s, "down", ranks, _not_divisible(f"a width of {s.width}", ranks, unit))
     return [_narrow(s, width, r == 0) for r, width in enumerate(cuts)]
 
 
@@ -315,10 +299,10 @@ def _width_unit(ranks: _Ranks, prefix: str = "") -> int:
 def _narrow(s: Mlp, width: range, adds_bias: bool) -> _Piece[Mlp]:
     """The MLP restricted to columns `width` of its inner activations; adds_bias: with the bias of its sum."""
     places: dict[str, _Place | None] = {
-        "gate": ((width,), None, ""),
-        "up": ((width,), None, ""),
-        "down.weight": ((range(s.hidden),), width, ""),
-        "down.bias": ((range(s.hidden),), None, "") if adds_bias else None,
+        "gate": _Place((width,)),
+        "up": _Place((width,)),
+        "down.weight": _Place((range(s.hidden),), width),
+        "down.bias": _Place((range(s.hidden),)) if adds_bias else None,
     }
     spec = replace(s, width=len(width))
     return _Piece(spec, _placed(spec.params(), places, 1))
@@ -385,10 +369,24 @@ def _shared(s: Moe, ranks: _Ranks) -> list[_Piece[Mlp] | None]:
     return [*(_narrow(s.shared, width, r == 0) for r, width in enumerate(widths)), *[None] * (count - with_part)]
 
 
+_DIVIDE: dict[type[Mixer | Mlp | Moe], Callable[[Any, _Ranks], Sequence[_Piece[Any]]]] = {
+    Attention: _attention,
+    LatentAttention: _latent_attention,
+    GatedDeltaNet: _gated_delta_net,
+    Mlp: _mlp,
+    Moe: _moe,
+}
+
+
 # --- Cuts ---
 
-# Rows, columns (None: all) and why they are shared.
-_Place = tuple[tuple[range, ...], range | None, str]
+
+class _Place(NamedTuple):
+    """A Part without its name."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+    shared: str = ""
 
 
 def _placed(
@@ -402,20 +400,18 @@ def _placed(
         if key is None:
             found[name] = Part(name, (range(shape[0]),), None, shared if ranks > 1 else "")
         elif place := places[key]:
-            rows, columns, why = place
-            found[name] = Part(name, _merged(rows), columns, why)
+            found[name] = Part(name, _merged(place.rows), place.columns, place.shared)
         else:
             found[name] = None
     return found
 
 
-def _replicated(
-    s: Attention | LatentAttention | GatedDeltaNet | Mlp, last: str, ranks: int, why: str
-) -> list[_Piece[Any]]:
+def _replicated(s: Mixer | Mlp, last: str, ranks: _Ranks, why: str) -> list[_Piece[Any]]:
     """The whole part on every rank, with zeros in place of its last projection on all but the first."""
-    whole = _placed(s.params(), {last: None}, ranks, why)
+    count = len(ranks.shares)
+    whole = _placed(s.params(), {last: None}, count, why)
     summed = {name: Part(name, (range(shape[0]),)) for name, shape in s.params() if whole[name] is None}
-    return [_Piece(s, whole if r else whole | summed) for r in range(ranks)]
+    return [_Piece(s, whole if r else whole | summed) for r in range(count)]
 
 
 def _merged(ranges: Sequence[range]) -> tuple[range, ...]:
@@ -438,7 +434,7 @@ def _times(of: range, count: int, at: int = 0) -> range:
     return range(at + of.start * count, at + of.stop * count)
 
 
-def _of(heads: int, each: int) -> int:
+def _whole_groups(heads: int, each: int) -> int:
     """The least number of groups of `each` heads that is a multiple of `heads`."""
     return heads // gcd(heads, each)
 

@@ -47,7 +47,7 @@ class Malformed(ValueError):
 
 
 class Incomplete(ValueError):
-    """The delimiter that seemed to end the call stands inside one of its values."""
+    """The delimiter that seemed to end the call lies inside one of its values."""
 
 
 MakeId = Callable[[Call, int], str]  # (call, its index in the conversation) -> the call's id

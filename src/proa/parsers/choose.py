@@ -52,15 +52,16 @@ _CALLS_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|start_header_id|>ipython<|end_header_id|>", '"parameters"')),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
-_TOLD = (HARMONY, *(f.name for f in CALLS if f.json_written))  # formats that a system message can ask for
+# Formats of calls that a system message can describe.
+_IN_SYSTEM_MESSAGE = (HARMONY, *(f.name for f in CALLS if f.json_written))
 _REASONING_IN_TEMPLATES = ("<|channel>", "<mm:think>", "[THINK]", "<seed:think>", "<think>")
 _BY_MODEL_TYPE = {"gpt_oss": HARMONY, "deepseek_v32": "deepseek_v32", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2"}
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is known of a model. template: source of its chat templates, empty if it has none; renders_tools: whether it
-    mentions a request's tools. added: text of the vocabulary's added tokens, by id."""
+class ModelFacts:
+    """The properties of a model that its formats are chosen by. template: source of its chat templates, empty if it has
+    none; renders_tools: True if it writes a request's tools. added: text of the vocabulary's added tokens, by id."""
 
     template: str
     renders_tools: bool
@@ -77,18 +78,18 @@ class AnswerFormat(Protocol):
 
     @property
     def calls(self) -> CallFormat | None:
-        """The format of calls, as far as a grammar must know it; None where calls stay text."""
+        """The format of calls, or as much of it as a grammar needs; None: calls stay text."""
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """The format of reasoning; None if it stays text."""
+        """The format of reasoning; None: it stays text."""
 
     @property
     def text_opening(self) -> str:
         """What the model writes before visible text; empty in most formats."""
 
     def place(self, prompt: str, begun: str) -> Place:
-        """Return where the answer to a prompt stands. prompt, begun: as for `parser`."""
+        """Return where the answer to a prompt begins. prompt, begun: as for `parser`."""
 
     def parser(self, tools: Tools | None, prompt: str, begun: str, calls_before: int) -> AnswerParser:
         """Make the parser of one choice. tools: None if calls stay text; prompt: the rendered prompt; begun: the text
@@ -168,9 +169,9 @@ class Chosen:
     system_call: str = ""
 
 
-def choose(asked_calls: str, asked_reasoning: str, model: Model) -> Chosen:
-    """Choose the parsers. asked: names of options or "auto". Raises UsageError for an unknown name, or for one half of
-    gpt-oss' format."""
+def choose(asked_calls: str, asked_reasoning: str, model: ModelFacts) -> Chosen:
+    """Choose the parsers. asked: names of options or "auto". Raises UsageError for an unknown name, or if only
+    one of the two is gpt-oss' format."""
     calls = _canonical(asked_calls, CALL_ALIASES, CALL_NAMES, "tool-call-parser")
     reasoning = _canonical(asked_reasoning, REASONING_ALIASES, REASONING_NAMES, "reasoning-parser")
     got_calls, why_calls = _calls(calls, model)
@@ -208,11 +209,11 @@ def _canonical(asked: str, aliases: Mapping[str, str], names: Collection[str], o
     return name
 
 
-def _calls(asked: str, model: Model) -> tuple[str, str]:
+def _calls(asked: str, model: ModelFacts) -> tuple[str, str]:
     if asked != AUTO:
         return asked, "as asked"
     for name, texts in _CALLS_IN_TEMPLATES:
-        if all(text in model.template for text in texts) and (model.renders_tools or name in _TOLD):
+        if all(text in model.template for text in texts) and (model.renders_tools or name in _IN_SYSTEM_MESSAGE):
             return name, f"the chat template has {texts[0].strip()}"
     if model.model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model.model_type], f"the model's type is {model.model_type}"
@@ -221,7 +222,7 @@ def _calls(asked: str, model: Model) -> tuple[str, str]:
     return NONE, "the chat template has no known form of calls" if model.template else "there is no chat template"
 
 
-def _reasoning(asked: str, calls: str, model: Model) -> tuple[str, str]:
+def _reasoning(asked: str, calls: str, model: ModelFacts) -> tuple[str, str]:
     if asked != AUTO:
         return asked, "as asked"
     if calls == HARMONY:

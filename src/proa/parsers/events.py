@@ -97,9 +97,7 @@ class ChoiceParser:
         self._one_call = one_call
         self._num_calls = 0
 
-    def feed(
-        self, text: str, markers: Sequence[int], finish: FinishReason | None, ends: Sequence[int] = ()
-    ) -> Parsed:  # fmt: skip
+    def feed(self, text: str, markers: Sequence[int], finish: FinishReason | None, ends: Sequence[int] = ()) -> Parsed:
         """Add the text of a chunk. markers: see AnswerParser.feed; ends: of the chunk's tokens, as in Chunk."""
         if isinstance(self._parser, PlainText):
             return Parsed([Text(text)] if text else [], finish)
@@ -117,9 +115,7 @@ class ChoiceParser:
             return Parsed(_until_second_call(events), "tool_calls", reasoning_tokens)
         return Parsed(events, "tool_calls" if finish == "stop" and self._num_calls else finish, reasoning_tokens)
 
-    def _feed(
-        self, text: str, markers: Sequence[int], events: list[Event], finish: FinishReason | None = None
-    ) -> bool:  # fmt: skip
+    def _feed(self, text: str, markers: Sequence[int], events: list[Event], finish: FinishReason | None = None) -> bool:
         """Add the text of one token, and its events, joined with their neighbours. Return whether it is reasoning."""
         was_reasoning = self._parser.in_reasoning
         found = self._parser.feed(text, markers)
@@ -134,7 +130,7 @@ class ChoiceParser:
 
 
 def _join(first: Event, second: Event) -> Event | None:
-    """One event that says what both do; None if there is none."""
+    """Join two neighbouring events into one; None if they differ in kind, or belong to different calls."""
     match first, second:
         case (Text(), Text()):
             return Text(first.text + second.text)

@@ -53,11 +53,10 @@ def _parameters(written: str, schema: Schema) -> str:
     rules, order = [], []
     for i, (key, value) in enumerate(properties.items()):
         own = value if isinstance(value, dict) else {}
-        has_text = is_text(own, schema) and not own.get("enum")
         is_string = is_text(own, schema)
         begin, _, end = written.replace("KEY", key).replace("STRING", json.dumps(is_string)).partition("VALUE")
         order.append(f"p{i}" if key in required else f"p{i}?")
-        if has_text:
+        if is_string and not own.get("enum"):
             rules += [f"p{i}: {_literal(begin)} v{i}", f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}"]
         elif is_string:
             texts = " | ".join(_literal(v if isinstance(v, str) else json.dumps(v)) for v in own["enum"])

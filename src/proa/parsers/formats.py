@@ -1,8 +1,8 @@
 """The formats in which model families write calls and reasoning, as data. A new one is a row, and a reader if its calls
 have a form of their own.
 
-Names are those of vLLM and SGLang; ALIASES has further names of theirs. Sources: the chat templates and model cards of
-the published checkpoints.
+Names are those of vLLM and SGLang; CALL_ALIASES and REASONING_ALIASES have their other names. Sources: the chat
+templates and model cards of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PYTHON_HEAD = re.compile(r"\[([A-Za-z_][\w.]*(\(.*)?)?", re.DOTALL)
 class Pair:
     """The delimiters of a call, or of several calls that are written as one.
 
-    close: empty if the call lasts to the next `open`, or to the end of the answer. begins: whether text without
+    close: empty if the call lasts to the next `open`, or to the end of the answer. begins: True if text without
     whitespace may be the beginning of a call; once False, it stays False for longer text. opens_answer: `open` counts
-    only at the beginning of the answer, and is part of the call's text. ends_open: the answer's end may stand for
-    `close`.
+    only at the beginning of the answer, and is part of the call's text. may_lack_close: `close` is not
+    needed at the end of an answer that the model ended itself.
     """
 
     open: str
@@ -46,7 +46,7 @@ class Pair:
     read: Read
     begins: Callable[[str], bool] = _any
     opens_answer: bool = False
-    ends_open: bool = True
+    may_lack_close: bool = True
 
     def may_be(self, text: str) -> bool:
         return self.begins("".join(text[:_HEAD_CHARACTERS].split()))
@@ -77,7 +77,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """The delimiter that begins `written`; empty if free text can begin alike."""
+        """The delimiter that begins `written`; empty if ordinary text can begin the same way."""
         return next((marker for marker in self.markers if self.written.startswith(marker)), "")
 
     @property
@@ -118,7 +118,7 @@ _NAMED = _starting_with("name=")
 _FUNCTIONS = (
     Pair("<tool_call>", ("</tool_call>",), read_functions, _starting_with("<function=")),
     Pair("<seed:tool_call>", ("</seed:tool_call>",), read_functions, _starting_with("<function=")),
-    Pair("<function=", ("</function>",), read_bare_function, ends_open=False),
+    Pair("<function=", ("</function>",), read_bare_function, may_lack_close=False),
 )
 _ARG_PAIRS = (Pair("<tool_call>", ("</tool_call>",), read_arg_pairs, lambda head: not head.startswith(("{", "<"))),)
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -176,7 +176,7 @@ CALLS: tuple[CallFormat, ...] = (
     ),
     CallFormat(
         "deepseek_v32",
-        (Pair("<｜DSML｜invoke", ("</｜DSML｜invoke>", "/>"), InvokeReader("｜DSML｜"), _NAMED, ends_open=False),),
+        (Pair("<｜DSML｜invoke", ("</｜DSML｜invoke>", "/>"), InvokeReader("｜DSML｜"), _NAMED, may_lack_close=False),),
         sections=tuple((f"<｜DSML｜{name}>", f"</｜DSML｜{name}>") for name in ("function_calls", "tool_calls")),
         parts=("｜DSML｜",),
         written='<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">\nARGUMENTS</｜DSML｜invoke>\n'
@@ -229,7 +229,7 @@ CALLS: tuple[CallFormat, ...] = (
     ),
 )
 HARMONY = "gpt_oss"  # channels, a format of calls and reasoning in one: harmony.py
-# What a grammar must know of gpt-oss' calls, which harmony.py reads. The end token stands for <|call|>.
+# As much of gpt-oss' calls as a grammar needs; harmony.py reads them. The end token stands for <|call|>.
 HARMONY_CALLS = CallFormat(
     HARMONY,
     (),
@@ -256,24 +256,20 @@ HARMONY_REASONING = ReasoningFormat(HARMONY, "<|channel|>analysis<|message|>", "
 NONE = "none"
 
 CALL_ALIASES = {
-    **{"qwen3": "hermes", "qwen25": "hermes", "qwen": "hermes", "longcat": "hermes"},
-    **{"qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "nano_v3": "qwen3_coder", "seed_oss": "qwen3_coder"},
-    **{
-        "minimax_m1": "apriel",
-        "glm": "glm45",
-        "kimi": "kimi_k2",
-        "minimax": "minimax_m2",
-        "step3": "step3p5",
-        "openai": HARMONY,
-    },
-    **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32"},
-    **{"deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "llama3": "llama3_json", "llama4": "pythonic"},
-    **{"llama4_pythonic": "pythonic", "harmony": HARMONY, "nemotron_v2": "nemotron", "nano_v2": "nemotron"},
-}
+    "qwen3": "hermes", "qwen25": "hermes", "qwen": "hermes", "longcat": "hermes",
+    "qwen3_xml": "qwen3_coder", "nemotron_v3": "qwen3_coder", "nano_v3": "qwen3_coder", "seed_oss": "qwen3_coder",
+    "nemotron_v2": "nemotron", "nano_v2": "nemotron",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32",
+    "llama3": "llama3_json", "llama4": "pythonic", "llama4_pythonic": "pythonic",
+    "glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "minimax_m1": "apriel", "step3": "step3p5",
+    "harmony": HARMONY, "openai": HARMONY,
+}  # fmt: skip
 REASONING_ALIASES = {
-    **{"qwen3_thinking": "qwen3", "nano_v3": "qwen3", "nemotron_v3": "qwen3", "nemotron": "qwen3", "hermes": "qwen3"},
-    **{"deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1", "deepseek_v32": "deepseek_r1"},
-    **{"deepseek_v4": "deepseek_r1", "deepseek": "deepseek_r1", "glm": "glm45", "glm47": "glm45", "kimi": "kimi_k2"},
-    **{"minimax": "minimax_m2", "minimax_append_think": "minimax_m2_append_think", "step3": "step3p5"},
-    **{"harmony": HARMONY, "openai_gptoss": HARMONY, "openai": HARMONY, "magistral": "mistral"},
-}
+    "qwen3_thinking": "qwen3", "nano_v3": "qwen3", "nemotron_v3": "qwen3", "nemotron": "qwen3", "hermes": "qwen3",
+    "deepseek": "deepseek_r1", "deepseek_v3": "deepseek_r1", "deepseek_v31": "deepseek_r1",
+    "deepseek_v32": "deepseek_r1", "deepseek_v4": "deepseek_r1",
+    "glm": "glm45", "glm47": "glm45", "kimi": "kimi_k2", "step3": "step3p5", "magistral": "mistral",
+    "minimax": "minimax_m2", "minimax_append_think": "minimax_m2_append_think",
+    "harmony": HARMONY, "openai_gptoss": HARMONY, "openai": HARMONY,
+}  # fmt: skip

@@ -31,9 +31,9 @@ _MAX_HEADER = 256  # characters without a delimiter; longer text is no header
 
 class HarmonyAnswer:
     """An AnswerParser (events.py). The answer continues a prompt that ends with <|start|>assistant, so it begins with a
-    header; or inside a message, whose channel context.opened tells (analysis, else final)."""
+    header; or inside a message, in the analysis channel if context.opened, else in the final one."""
 
-    def __init__(self, anchors: Anchors, context: Context, *, in_message: bool = False) -> None:
+    def __init__(self, anchors: Anchors, context: Context, *, in_message: bool) -> None:
         self.kept = context.kept
         self._scanner = Scanner(anchors)
         self._has_tools = context.tools is not None
@@ -44,7 +44,7 @@ class HarmonyAnswer:
         self._kind: Literal["header", "text", "reasoning", "call"] = "header"
         self._name = ""  # of the function, in "call"
         self._searched = 0  # characters of the call that have no delimiter
-        if in_message or context.opened:
+        if in_message:
             self._kind = "reasoning" if context.opened else "text"
 
     @property
@@ -66,8 +66,7 @@ class HarmonyAnswer:
         return self._take_events()
 
     def _take_events(self) -> list[Event]:
-        taken = list(self._events)
-        self._events.clear()
+        taken, self._events = self._events, []
         return taken
 
     def _run(self, *, final: bool) -> None:
@@ -78,7 +77,7 @@ class HarmonyAnswer:
                 self._searched = length
                 if marker is not None:
                     self._end_call(complete=True, length=length)
-                    self._meet(self._scanner.cut(len(marker)))
+                    self._on_marker(self._scanner.cut(len(marker)))
                 continue
             length, marker = self._scanner.find(MARKERS, final=final)
             if self._kind == "header":
@@ -87,41 +86,41 @@ class HarmonyAnswer:
                 if len(self._header_text) > _MAX_HEADER:
                     self._show_header(always=True)
             else:
-                self._say(self._scanner.cut(length))
+                self._emit(self._scanner.cut(length))
             if marker is not None:
-                self._meet(self._scanner.cut(len(marker)))
+                self._on_marker(self._scanner.cut(len(marker)))
 
-    def _meet(self, marker: str) -> None:
+    def _on_marker(self, marker: str) -> None:
         if self._kind == "header" and marker in (CHANNEL, CONSTRAIN):
             self._header += marker
         elif self._kind == "header" and marker == MESSAGE:
-            self._open()
+            self._begin_message()
         elif marker in (START, CHANNEL, *ENDS):
             if self._kind == "header":
                 self._show_header()
             self._kind, self._header_text, self._header = "header", "", CHANNEL if marker == CHANNEL else ""
 
-    def _open(self) -> None:
+    def _begin_message(self) -> None:
         """Begin the message whose header is complete."""
         match, recipient = _HEADER.fullmatch(self._header), _RECIPIENT.search(self._header)
         if match is None:
             self._show_header()
             return
-        if recipient is not None and self._has_tools:  # keeps the header: text, should the call be none
+        if recipient is not None and self._has_tools:  # keeps the header, which becomes text if the call is malformed
             self._kind, self._name, self._searched = "call", recipient[1].removeprefix("functions."), 0
         else:
             self._header = ""
             self._kind = "reasoning" if match["channel"] == "analysis" else "text"
 
     def _show_header(self, *, always: bool = False) -> None:
-        """Make text of what is no header, or the header of a call without arguments; `always`: of anything."""
+        """Emit the header as text if it is malformed or that of a call without arguments; `always`: in any case."""
         header, self._header, self._kind = self._header, "", "text"
         match = _HEADER.fullmatch(header)
         plain = match is not None and match["type"] in (None, *_TYPES)
         if always or not plain or _RECIPIENT.search(header):
-            self._say(self._header_text)
+            self._emit(self._header_text)
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._events.append(Reasoning(text) if self._kind == "reasoning" else Text(text))
 
@@ -139,4 +138,4 @@ class HarmonyAnswer:
                 self._events.append(ToolCall(index, openai_id(Call(self._name, {}), index), self._name))
                 self._events.append(ToolArguments(index, arguments))
                 return
-        self._say(header + MESSAGE + text)
+        self._emit(header + MESSAGE + text)

@@ -12,13 +12,13 @@ from proa.parsers.formats import CallFormat, Pair, ReasoningFormat
 from proa.parsers.scan import Anchors, Scanner
 from proa.types import FinishReason
 
-# "start": nothing but whitespace was said since the answer's, a call's or the reasoning's delimiter.
+# "start": only whitespace since the beginning of the answer, or since a delimiter of a call or of reasoning.
 _State = Literal["start", "text", "reasoning start", "reasoning", "call"]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a parser must know of its request.
+    """The properties of a request that its parser needs.
 
     tools: None if calls stay text. opened: the prompt ends inside the reasoning. calls_before: calls in the
     conversation, for ids that count them. kept: as AnswerParser.kept.
@@ -31,7 +31,7 @@ class Context:
 
 
 @dataclass
-class _Said:
+class _Output:
     """Pieces of visible text or reasoning. Whitespace at a delimiter belongs to the delimiter."""
 
     kind: type[Text] | type[Reasoning]
@@ -39,7 +39,7 @@ class _Said:
     trims: bool = False  # drop whitespace until the next other character
     _space: str = ""
 
-    def say(self, text: str) -> None:
+    def add(self, text: str) -> None:
         if self.trims:
             text = text.lstrip()
         if not text:
@@ -81,8 +81,8 @@ class TaggedAnswer:
         self._anchors = anchors
         self._scanner = Scanner(anchors)
         self._events: list[Event] = []
-        self._text = _Said(Text, self._events)
-        self._reasoning = _Said(Reasoning, self._events)
+        self._text = _Output(Text, self._events)
+        self._reasoning = _Output(Reasoning, self._events)
         self._state: _State = "start"
         self._in_section = False
         self._wanted: dict[tuple[_State, bool], tuple[str, ...]] = {}  # what _inner_markers returned
@@ -92,9 +92,9 @@ class TaggedAnswer:
         self._within: _State = "start"  # the state in which it began
         if reasoning is not None and context.opened:
             if reasoning.in_answer:
-                self._text.say(reasoning.open)
+                self._text.add(reasoning.open)
             else:
-                self._reason()
+                self._begin_reasoning()
 
     @property
     def in_reasoning(self) -> bool:
@@ -140,13 +140,13 @@ class TaggedAnswer:
         space, marker = found
         if marker is None:
             return False
-        self._said().say(self._scanner.cut(space))
+        self._output().add(self._scanner.cut(space))
         pair = self._pair_of(marker)
         if pair is not None:  # one whose text begins with the delimiter
             self._begin_call(pair, "")
             return True
         self._scanner.cut(len(marker))
-        self._meet(marker)
+        self._on_marker(marker)
         return True
 
     def _step_text(self, final: bool) -> bool:
@@ -155,15 +155,15 @@ class TaggedAnswer:
         if wanted is None:
             wanted = self._wanted[key] = self._inner_markers()
         length, marker = self._scanner.find(wanted, final=final)
-        self._said().say(self._scanner.cut(length))
+        self._output().add(self._scanner.cut(length))
         if marker is None:
             return False
         self._scanner.cut(len(marker))
-        self._meet(marker)
+        self._on_marker(marker)
         return True
 
     def _step_call(self, final: bool) -> bool:
-        """Read the call if its end is there; make its delimiter text if it cannot be one. Return False to wait."""
+        """Read the call if it is complete; emit its delimiter as text if it cannot be a call. Return False to wait."""
         assert self._pair is not None
         if not self._pair.may_be(self._scanner.text):
             return self._reject()
@@ -186,11 +186,11 @@ class TaggedAnswer:
         return True
 
     def _end_open_call(self, reason: FinishReason) -> None:
-        """At the end of the answer: a call without an end. It is complete if its format needs none, or if the model
-        stopped by itself; a call that was cut off is text."""
+        """End a call without an end, at the end of the answer. It is complete if its format has no end, or if the
+        model stopped by itself; a call that was cut off is text."""
         assert self._pair is not None
         text = self._scanner.text
-        if not self._pair.close or (reason == "stop" and self._pair.ends_open):
+        if not self._pair.close or (reason == "stop" and self._pair.may_lack_close):
             try:
                 calls = self._read(len(text))
             except (Incomplete, Malformed):
@@ -200,7 +200,7 @@ class TaggedAnswer:
                 self._accept(calls)
                 return
         self._reasoning.flush()
-        self._text.say(self._opening + self._scanner.cut(len(text)))
+        self._text.add(self._opening + self._scanner.cut(len(text)))
         self._state = "text"
 
     def _read(self, length: int) -> list[tuple[Call, str]]:
@@ -218,8 +218,9 @@ class TaggedAnswer:
         return (*think, *closing, *(pair.open for pair in pairs if pair.opens_answer))
 
     def _inner_markers(self) -> tuple[str, ...]:
-        """Delimiters that count in the middle of text or reasoning: all that are tokens of the vocabulary. Of others
-        not those that begin reasoning, of which an answer may speak, nor those that close what is not open."""
+        """Delimiters that count in the middle of text or reasoning: all that are tokens of the vocabulary; of the
+        others, neither those that begin reasoning (an answer may mention them) nor those that close what is not
+        open."""
         wanted = [self._think.close] if self._think is not None and self._state == "reasoning" else []
         candidates: tuple[str, ...] = () if self._think is None else (self._think.open, self._think.close)
         if self._format is not None:
@@ -230,33 +231,33 @@ class TaggedAnswer:
             candidates += self._format.markers
         return tuple(dict.fromkeys([*wanted, *(m for m in candidates if self._anchors.get(m) is not None)]))
 
-    def _meet(self, marker: str) -> None:
-        """Go on after a delimiter, which was removed; a token of the format that closes nothing is dropped."""
+    def _on_marker(self, marker: str) -> None:
+        """Change the state after a delimiter, which was removed; a delimiter that closes nothing is dropped."""
         pair = self._pair_of(marker)
         sections = () if self._format is None else self._format.sections
         if pair is not None:
             self._begin_call(pair, marker)
         elif self._think is not None and marker == self._think.open:
-            self._reason()
+            self._begin_reasoning()
         elif self._think is not None and marker == self._think.close:
-            self._answer()
+            self._begin_text()
         elif any(marker in section for section in sections):
             self._in_section = any(marker == begin for begin, _ in sections)
-            self._answer()
+            self._begin_text()
 
     def _pair_of(self, marker: str) -> Pair | None:
         pairs = () if self._format is None else self._format.pairs
         return next((pair for pair in pairs if pair.open == marker), None)
 
-    def _said(self) -> _Said:
+    def _output(self) -> _Output:
         return self._reasoning if self._state.startswith("reasoning") else self._text
 
-    def _reason(self) -> None:
+    def _begin_reasoning(self) -> None:
         self._text.drop_space()
         self._reasoning.trims = True
         self._state = "reasoning start"
 
-    def _answer(self) -> None:
+    def _begin_text(self) -> None:
         self._reasoning.drop_space()
         self._text.drop_space()
         self._state = "start"
@@ -266,13 +267,13 @@ class TaggedAnswer:
         self._within, self._state = self._state, "call"
 
     def _reject(self) -> bool:
-        """Make the delimiter text, and read on behind it."""
+        """Emit the delimiter as text, and continue behind it."""
         self._state = "reasoning" if self._within.startswith("reasoning") else "text"
-        self._said().say(self._opening)
+        self._output().add(self._opening)
         return True
 
     def _accept(self, calls: Sequence[tuple[Call, str]]) -> None:
-        self._answer()
+        self._begin_text()
         for call, arguments in calls:
             index = self._num_calls
             self._num_calls += 1

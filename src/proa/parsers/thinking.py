@@ -1,4 +1,4 @@
-"""What a sampler must know of the reasoning with which an answer begins."""
+"""Describes the reasoning at the beginning of an answer to the sampler, which enforces its budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.types import Thinking
 def describe(
     answers: AnswerFormat, begins: Place, encode: Callable[[str], list[int]], *, has_tools: bool, budget: int | None
 ) -> Thinking | None:
-    """Describe the reasoning of an answer; None if it has none. begins: where the answer stands. encode: tokenises
+    """Describe the reasoning of an answer; None if it has none. begins: where the answer begins. encode: tokenises
     text, with special tokens."""
     reasoning = answers.reasoning
     if reasoning is None or begins == "after":

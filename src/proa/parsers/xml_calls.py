@@ -45,8 +45,8 @@ def _function(name: str, text: str, tools: Tools) -> Call:
     known = tools.schemas.get(name, {}).get("properties")
     arguments: dict[str, Any] = {}
     for key, value in _parameters(text, known if isinstance(known, dict) else ()):
-        schema, root = tools.parameter(name, key)
-        _put(arguments, key, typed(value.removeprefix("\n").removesuffix("\n"), schema, root))
+        value = value.removeprefix("\n").removesuffix("\n")
+        _put(arguments, key, typed(value, *tools.parameter(name, key)))
     return Call(name, arguments)
 
 
@@ -76,8 +76,7 @@ def read_arg_pairs(body: str, tools: Tools) -> list[Call]:
     arguments: dict[str, Any] = {}
     while match := _PAIR.match(body, at):
         key = match[1].strip()
-        schema, root = tools.parameter(name, key)
-        _put(arguments, key, typed(match[2], schema, root, unknown="any"))
+        _put(arguments, key, typed(match[2], *tools.parameter(name, key), unknown="any"))
         at = match.end()
     if body[at:].strip():
         raise Incomplete("an argument without its end")
@@ -108,11 +107,10 @@ class InvokeReader:
         arguments: dict[str, Any] = {}
         while match := self._value.match(body, at):
             key, is_string, value = match[1], match[2], match[3]
-            schema, root = tools.parameter(name, key)
             if is_string is not None:
                 _put(arguments, key, value if is_string == "true" else _loosely(value))
             else:
-                _put(arguments, key, typed(value, schema, root))
+                _put(arguments, key, typed(value, *tools.parameter(name, key)))
             at = match.end()
         if body[at:].strip():
             raise Incomplete("a parameter without its end")

@@ -18,7 +18,7 @@ class ChoiceStream:
     possible start of a stop string, and dropped if all its text is cut off by a stop string.
 
     markers: text of the tokens whose offsets the chunks report, by id. hidden: those of them that a client does not
-    see; stop strings match the text before and behind one, but not its own.
+    see; no stop string matches a hidden marker's text, or continues behind it.
     """
 
     def __init__(

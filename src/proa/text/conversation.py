@@ -1,5 +1,4 @@
-"""Conversations in the form that a model's chat template accepts: tools for a template that ignores them, and messages
-whose order it refuses."""
+"""Rewrites conversations for chat templates that ignore tools, or that refuse the order of the messages."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def _with_system_tools(chat: Chat, tools: SystemTools) -> Chat:
 
 
 def _as_text(message: Message, written: str) -> Message:
-    """Write a message's calls, or the result of one, as the text of an ordinary message."""
+    """Write a message's calls, or a call's result, as the text of an ordinary message."""
     if message.get("role") == "tool":
         text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
         return {"role": "tool response", "content": text}
@@ -132,8 +131,8 @@ def _with_one_system_message(messages: list[Message]) -> Iterator[list[Message]]
 
 
 def _without_preambles(messages: list[Message]) -> list[Message]:
-    """Add the text of a message that has reasoning and calls too to its reasoning: gpt-oss' template takes one of
-    them."""
+    """Move the text of messages with reasoning and calls into their reasoning: gpt-oss' template takes only one of
+    the two."""
     made = []
     for message in messages:
         reasoning, text = message.get("reasoning_content"), _text(message.get("content"))
@@ -163,7 +162,7 @@ def _with_single_calls(messages: list[Message]) -> list[Message]:
 
 
 def _merged(messages: list[Message], roles: tuple[str, ...]) -> list[Message]:
-    """Merge neighbours that have the same role, one of `roles`."""
+    """Merge neighbouring messages of the same role, for each of `roles`."""
     made: list[Message] = []
     for role, group in groupby(messages, key=lambda message: message.get("role")):
         same = list(group)

@@ -19,6 +19,7 @@ from proa.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, Pieces, add_specia
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.gguf_header import gguf_metadata
 
+_REMEDY = "Give the folder of the original tokenizer.json with --tokenizer PATH."
 _ENDS = ("<|return|>", "<|call|>")  # both end an answer of gpt-oss, but GGUF has one key for eos
 
 
@@ -36,7 +37,7 @@ def read_gguf(path: Path) -> TokenizerSource:
     if kind not in ("gpt2", "llama"):
         raise TokenizerError(
             f"The tokenizer in {path} has tokenizer.ggml.model {kind!r}; Proa reads 'gpt2' and 'llama'.",
-            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
+            _REMEDY,
         )
     backend = _byte_level(ggml, _types(ggml)) if kind == "gpt2" else _sentencepiece(ggml, _types(ggml))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -59,12 +60,12 @@ def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokeniz
     if pre not in PRE_TOKENIZERS:
         raise TokenizerError(
             f"The GGUF file's pre-tokenizer is {pre!r}; Proa supports {', '.join(sorted(PRE_TOKENIZERS))}.",
-            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
+            _REMEDY,
         )
     if "merges" not in ggml:
         raise TokenizerError(
             "The GGUF file's tokenizer has no merges (tokenizer.ggml.merges is missing).",
-            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
+            _REMEDY,
         )
     vocabulary = {token: i for i, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]

@@ -11,7 +11,8 @@ import msgspec
 from proa.errors import ConfigError, ContextLengthExceeded, RequestError
 from proa.types import MOST_LOGPROBS, EngineRequest, Sampling, SamplingParams
 
-_OF_FIRST_CHOICE: dict[str, Any] = {"prompt_logprobs": None, "return_progress": False}  # values of the other choices
+# What only the first of n choices does: the values that switch it off for the others.
+_FIRST_CHOICE_ONLY: dict[str, Any] = {"prompt_logprobs": None, "return_progress": False}
 _NEUTRAL: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -99,7 +100,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         requests = []
         for i in range(params.n):
             seed = secrets.randbits(64) if params.seed is None else (params.seed + i) % 2**64
-            own = msgspec.structs.replace(sampling, seed=seed, **({} if i == 0 else _OF_FIRST_CHOICE))
+            own = msgspec.structs.replace(sampling, seed=seed, **({} if i == 0 else _FIRST_CHOICE_ONLY))
             requests.append(
                 EngineRequest(id=f"{group}-{i}", tokens=prompt, sampling=own, priority=priority, group=group, salt=salt)
             )

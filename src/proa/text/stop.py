@@ -39,7 +39,7 @@ class StopMatcher:
         return pending[: len(pending) - hold], None
 
     def close(self) -> str:
-        """Return the text held back, at the end of the text, or where no stop string may go on."""
+        """Return the text held back and begin anew: at the end of the text, or where no stop string can continue."""
         held, self._held = self._held, ""
         for automaton in self._automata:
             automaton.matched = 0

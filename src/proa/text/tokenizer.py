@@ -22,7 +22,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # possible through JSON escapes, but
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template.
+    """A checkpoint's tokenizer and its chat template (None if it has none).
 
     `eos_token_ids`: from the tokenizer's files; generation_config.json may add more. Encoding is thread-safe and
     releases the GIL.
@@ -30,7 +30,7 @@ class Tokenizer:
 
     def __init__(self, source: TokenizerSource) -> None:
         self._backend = source.backend
-        self._template = ChatTemplate(source.templates, source.special_tokens) if source.templates else None
+        self.template = ChatTemplate(source.templates, source.special_tokens) if source.templates else None
         self.token_bytes = TokenBytes(source.backend)
         self.eos_token_ids = source.eos_token_ids
         added = source.backend.get_added_tokens_decoder()
@@ -76,28 +76,19 @@ class Tokenizer:
 
     def render(self, chat: Chat) -> str:
         """Render a conversation to prompt text with the chat template. Raises RequestError."""
-        if self._template is None:
+        if self.template is None:
             raise RequestError(
                 "The model has no chat template.",
                 "Give a template with --chat-template FILE, or use /v1/completions.",
                 param="messages",
             )
-        return self._template.render(chat)
-
-    @property
-    def template(self) -> ChatTemplate | None:
-        """The chat template; None if the model has none."""
-        return self._template
+        return self.template.render(chat)
 
     @cached_property
     def added_tokens(self) -> dict[int, str]:
         """Text of the tokens that were added to the vocabulary, special or not, by id."""
         added = self._backend.get_added_tokens_decoder()
         return {token: self.token_bytes(token).decode("utf-8", "replace") for token in added}
-
-    def encode_chat(self, chat: Chat) -> list[int]:
-        """Render and encode a conversation. The template writes the special tokens, so encoding adds none."""
-        return self.encode(self.render(chat), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode `tokens` as a complete text; equals the concatenated output of `detokenizer(from_start=True)`."""

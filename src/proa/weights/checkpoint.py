@@ -37,11 +37,11 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class Checkpoint:
     """A checkpoint's headers and configs, without tensor data.
 
-    path: folder or GGUF file. load_format: safetensors, bin, gguf, dummy, or "config": only for a plan, without weight
-    files. config: in Hugging Face's form, for GGUF translated from the metadata. tensors: by the file's names; empty
-    for dummy and config. generation_config: empty if there is none. dtype: of activations: bfloat16, float16 or
-    float32. quantisation: read from the config; None: not quantised, or GGUF. tensor_names: of the index, for config;
-    empty: there is none.
+    path: folder or GGUF file, which holds the tokenizer too. load_format: safetensors, bin, gguf, dummy, or "config":
+    only for a plan, without weight files. config: in Hugging Face's form, for GGUF translated from the metadata.
+    tensors: by the file's names; empty for dummy and config. generation_config: empty if there is none. dtype: of
+    activations: bfloat16, float16 or float32. quantisation: read from the config; None: not quantised, or GGUF.
+    tensor_names: of the index, for config; empty: there is none.
     """
 
     path: Path
@@ -52,11 +52,6 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
     quantisation: Quantisation | None = None
     tensor_names: frozenset[str] = frozenset()
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """The folder or the GGUF file that holds the tokenizer."""
-        return self.path
 
     @property
     def tensor_bytes(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode, to_float
 from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Order, Stored, facts, stored_facts
+from proa.ops.staging import STORED
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo, ends_too_early, place_of
 from proa.weights.source import AWQ_ROWS
 
@@ -21,10 +22,18 @@ _TORCH = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
     "F8_E8M0": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
-_KINDS = {torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16}
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # row i of eight is the 4-bit field _AWQ_PLACES[i] of an int32 word
 
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # row i of eight is the 4-bit field AWQ_PLACES[i] of an int32 word
+def read_bytes(stream: FileIO, tensor: TensorInfo, first: int, out: Tensor) -> None:
+    """Fill `out` (uint8) with bytes of a tensor, from byte `first` on. Raises WeightsError if the file ends before."""
+    view, done = out.numpy().data, 0
+    stream.seek(tensor.offset + first)
+    while done < len(view):
+        got = stream.readinto(view[done:])
+        if not got:
+            raise ends_too_early(tensor)
+        done += got
 
 
 class CodedFiles:
@@ -120,7 +129,7 @@ class CodedFiles:
         bits = 8 if of.code is Code.UINT8 else 4
         words = self._part(info, zeros, matrix)
         words = words.view(-1, groups) if of.order is Order.ROWS else words.view(groups, -1).T
-        places = AWQ_PLACES if of.order is Order.AWQ else range(32 // bits)
+        places = _AWQ_PLACES if of.order is Order.AWQ else range(32 // bits)
         unpacked = torch.stack([words >> bits * place for place in places], 1).flatten(0, 1)
         found = (unpacked + of.zero_offset & (1 << bits) - 1)[: info.shape[-2]]
         if of.symmetric and bool((found != 1 << bits - 1).any()):
@@ -172,14 +181,7 @@ class CodedFiles:
     def _bytes(self, tensor: TensorInfo, first: int, nbytes: int) -> Tensor:
         """Read `nbytes` bytes of a tensor from its byte `first` on. Raises WeightsError if the file ends before."""
         found = torch.empty(nbytes, dtype=torch.uint8)
-        view, stream = found.numpy().data, self._stream(tensor.file)
-        stream.seek(tensor.offset + first)
-        done = 0
-        while done < nbytes:
-            got = stream.readinto(view[done:])
-            if not got:
-                raise ends_too_early(tensor)
-            done += got
+        read_bytes(self._stream(tensor.file), tensor, first, found)
         return found
 
     def _stream(self, file: Path) -> FileIO:
@@ -220,4 +222,4 @@ def _as_kept(scales: Tensor, stored: str) -> Tensor:
 def _kind(scales: Tensor, of: Quantised) -> Stored | Code:
     if scales.dtype is torch.uint8:
         return Code.E4M3 if of.scales.dtype == "F8_E4M3" else Code.E8M0
-    return _KINDS[scales.dtype]
+    return STORED[scales.dtype]

@@ -26,7 +26,7 @@ from proa.ops.table import Sink, Target
 from proa.weights import random_pool
 from proa.weights.dummy_codes import CodedMatrices
 from proa.weights.dummy_names import is_coded
-from proa.weights.frequencies import ALMOST_ALWAYS, ROUTERS, frequencies
+from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
 from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies, offset, rows_at_once
 
@@ -46,11 +46,9 @@ def fill_dummy(
     frequency proportional to 1/n, capped near 1) or "drift" (zipf, but tokens of the vocabulary's upper half have
     other hot experts than those of the lower half, and generation stays in its half). The same seed gives the same
     weights, with `workers` or without; `flush` is called as load_weights calls it. form: weight format of those routed
-    experts and linear layers that are sinks; any but bf16 needs workers. Raises UsageError for an unknown router,
-    and for "drift" if the head is tied to the embedding.
+    experts and linear layers that are sinks; any but bf16 needs workers. Raises UsageError for "drift" if the head
+    is tied to the embedding.
     """
-    if router not in ROUTERS:
-        raise UsageError(f"There is no dummy router {router!r}.", "Use uniform, zipf or drift.", param="dummy_router")
     if router == "drift" and spec.tied:
         raise UsageError("The dummy router drift needs an untied head, but this model's is tied.", "Use zipf.")
     pool = torch.randn(random_pool.POOL, generator=torch.Generator().manual_seed(seed))

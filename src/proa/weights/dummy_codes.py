@@ -121,9 +121,9 @@ class CodedMatrices:
         scale_rows = PANEL_ROWS if self._facts.scale == "f32_panel" else 1  # one row of scales per panel
         first = start % (random_pool.POOL // 2) + before // scale_rows * groups
         source = PackSource(
-            self._codes.data_ptr() + start + before * columns, columns,
-            scales.data_ptr() + first * scales.itemsize, groups * scales.itemsize, scale_rows,
-            None, None, None, 0, factor,
+            codes=self._codes.data_ptr() + start + before * columns, code_stride=columns,
+            scales=scales.data_ptr() + first * scales.itemsize, scale_stride=groups * scales.itemsize,
+            scale_rows=scale_rows, factor=factor,
         )  # fmt: skip
         return _Job(to, source, (self._codes, scales))
 
@@ -134,8 +134,8 @@ class CodedMatrices:
         codes = self._codes[first : first + rows * columns].view(rows, columns).clone()
         codes[:zero_rows] = self._zero
         same = PackSource(
-            codes.data_ptr(), columns, source.scales, source.scale_stride, source.scale_rows,
-            None, None, None, 0, source.factor,
+            codes=codes.data_ptr(), code_stride=columns, scales=source.scales, scale_stride=source.scale_stride,
+            scale_rows=source.scale_rows, factor=source.factor,
         )  # fmt: skip
         return _Job(job.to.part(0, rows), same, (codes, *job.alive))
 

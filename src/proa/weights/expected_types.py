@@ -15,8 +15,9 @@ from typing import Any
 
 from proa.errors import ConfigError
 from proa.models.names import Declared
-from proa.models.quantisation import Integers, Quantisation
+from proa.models.quantisation import Quantisation
 from proa.weights.dummy_names import is_coded
+from proa.weights.quantised import DEFAULT_BLOCK, block_type, integer_type
 
 _EXCLUDED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".weight_packed", ".qweight", "_blocks", "_scale_inv")
@@ -40,11 +41,12 @@ class _Config:
     def unclear(self, why: str) -> ConfigError:
         return ConfigError(f"config.json alone does not say the types of the weights: {why}.", _HEADERS)
 
-    def group(self, default: int = 0) -> int:
-        found = self.values.get("group_size", default)
+    def group(self) -> int:
+        """Columns per group; 0: the whole row."""
+        found = self.values.get("group_size", 128)
         if type(found) is not int:
             raise self.unclear(f"group_size is {found!r}")
-        return max(found, 0)  # -1: the whole row
+        return max(found, 0)  # tools write -1 for the whole row
 
 
 def expected_types(
@@ -63,7 +65,7 @@ def expected_types(
         raise of.unclear(f"{read.method} says it only in the tensors")
     excluded = [str(name) for key in _EXCLUDED for name in values.get(key) or ()]
     found: dict[str, str] = {}
-    by_stack: dict[tuple[str, str], str] = {}  # experts of a layer have one type: asked once for each part
+    by_stack: dict[tuple[str, str], str] = {}  # a layer's experts have one type for each part
     for name, shape in declared.spec.params():
         if len(shape) != 2 or not is_coded(name):
             found[name] = plain
@@ -109,12 +111,7 @@ def _eight_bit_floats(of: _Config, module: str, name: str) -> str:
         return "MXFP4"
     if of.read.block is None:
         return "FP8 tensor"
-    return _block(of.read.block)
-
-
-def _block(block: tuple[int, int]) -> str:
-    height, width = block
-    return f"FP8 block {width}" if height % 16 == 0 else f"FP8 block {height} x {width}"
+    return block_type(*of.read.block)
 
 
 def _compressed_tensors(of: _Config, module: str, name: str) -> str:
@@ -128,7 +125,7 @@ def _compressed_tensors(of: _Config, module: str, name: str) -> str:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if kind == "float" and bits == 8:
         if strategy == "block":
-            return _block(of.read.block or (128, 128))
+            return block_type(*(of.read.block or DEFAULT_BLOCK))
         return {"channel": "FP8 channel", "group": "MXFP8"}.get(strategy, "FP8 tensor")
     if kind == "float":
         return "NVFP4" if strategy == "tensor_group" or weights.get("group_size") == 16 else "MXFP4"
@@ -137,7 +134,7 @@ def _compressed_tensors(of: _Config, module: str, name: str) -> str:
     ordered = weights.get("actorder") != "group" or not size
     if (group.get("format") or of.values.get("format")) == "int-quantized":
         bits = 8  # a byte for each integer
-    return _integers(Integers("", bits, symmetric, ordered), size or 0, of.plain)
+    return integer_type(bits, symmetric, size or 0, of.plain, ordered)
 
 
 def _targets(target: object, module: str) -> bool:
@@ -148,15 +145,9 @@ def _targets(target: object, module: str) -> bool:
 def _gptq(of: _Config, module: str, name: str) -> str:
     """GPTQ, AWQ and AutoRound: integers in groups, by the first rule that matches the module."""
     rule = of.read.integers(module)
-    return _integers(rule, of.group(128), "F16") if rule.bits else of.plain
-
-
-def _integers(rule: Integers, group: int, scales: str) -> str:
-    """The name of a type of integers, as weights/quantised.py makes it."""
-    size, order = group or "channel", "" if rule.ordered else " in another order"
-    if rule.bits == 8:
-        return f"{'INT8' if rule.symmetric else 'UINT8'} {size}{order}"
-    return f"INT4 {size} {scales}{order}" if rule.symmetric else f"UINT4 {size}{order}"
+    if not rule.bits:
+        return of.plain
+    return integer_type(rule.bits, rule.symmetric, of.group(), "F16", rule.ordered)
 
 
 def _modelopt(of: _Config, module: str, name: str) -> str:

@@ -20,14 +20,11 @@ def has_kv_scales(checkpoint: Checkpoint, declared: Declared) -> bool:
 def kv_scale_names(checkpoint: Checkpoint, declared: Declared) -> Iterator[tuple[str | None, str | None]]:
     """Yield the names of each layer's scale tensors (K, V); None: the checkpoint has none."""
     for block in range(len(declared.spec.blocks)):
-        yield (
-            _name(checkpoint, declared, f"blocks.{block}.mixer.k.weight", "k"),
-            _name(checkpoint, declared, f"blocks.{block}.mixer.v.weight", "v"),
-        )
+        yield _name(checkpoint, declared, block, "k"), _name(checkpoint, declared, block, "v")
 
 
-def _name(checkpoint: Checkpoint, declared: Declared, parameter: str, side: str) -> str | None:
-    for weight in declared.names.candidates(parameter):
+def _name(checkpoint: Checkpoint, declared: Declared, block: int, side: str) -> str | None:
+    for weight in declared.names.candidates(f"blocks.{block}.mixer.{side}.weight"):
         projection = weight.removesuffix(".weight")
         attention = projection.rpartition(".")[0]
         for name in (

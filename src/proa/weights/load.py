@@ -2,16 +2,14 @@
 
 Files are read, not mapped, so that file pages do not count as this process's memory; the only temporary is, per reading
 thread, a chunk of rows and its decoded form. With a pool, its workers fill all large parameters, each in memory of its
-own NUMA node; the loading thread queues their jobs, and fills itself what workers cannot.
+own NUMA node; the loading thread queues their jobs, and fills the rest itself.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -45,14 +43,6 @@ _SCALES_BYTES = 512 << 10  # scales held in memory for the jobs of a batch, per 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """The result of loading. bytes_read: from the files; seconds: wall time."""
-
-    bytes_read: int
-    seconds: float
-
-
 def load_weights(
     checkpoint: Checkpoint,
     declared: Declared,
@@ -61,7 +51,7 @@ def load_weights(
     pool: Pool | None = None,
     flush: Callable[[], None] | None = None,
     rank: Rank | None = None,
-) -> LoadReport:
+) -> None:
     """Fill every parameter of `declared.spec` in `targets` (by Proa's names: tensors of any float type, views too, or
     sinks). pool: fills them, required if there are sinks; the bytes are the same without. flush: called after each
     batch of the workers, so that sinks can move what was staged. rank: fill the parameters of this rank's model
@@ -70,7 +60,6 @@ def load_weights(
     `progress` is called after every chunk or batch. Raises WeightsError before anything is read if a parameter has no
     source or a tensor no use, and later if a file is cut off or a value is non-finite or overflows.
     """
-    start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     if rank is not None:
         sources = narrow(sources, rank)
@@ -82,9 +71,7 @@ def load_weights(
         if not isinstance(target, Tensor):
             target.expect(stored)
     _check_zeros(checkpoint, sources)
-    copy = _Copy(checkpoint.tensors, sources, targets, progress, pool, flush)
-    copy.run()
-    return LoadReport(copy.done_bytes, time.monotonic() - start)
+    _Copy(checkpoint.tensors, sources, targets, progress, pool, flush).run()
 
 
 def _check(spec: Model, targets: Mapping[str, Target]) -> None:
@@ -131,7 +118,7 @@ class _Copy:
         self._read: list[Tensor] = []
         self._jobs_bytes = 0
         self._scales_bytes = 0
-        self.done_bytes = 0
+        self._done_bytes = 0
         self._total_bytes = sum(self._bytes(source) for source in sources.all)
 
     def run(self) -> None:
@@ -252,10 +239,10 @@ class _Copy:
             raise not_finite(self._tensors, self._jobs_of[error.job]) from None
         if self._flush:
             self._flush()
-        self.done_bytes += self._jobs_bytes
+        self._done_bytes += self._jobs_bytes
         self._jobs, self._jobs_of, self._read = [], [], []
         self._jobs_bytes, self._scales_bytes = 0, 0
-        self._progress(self.done_bytes, self._total_bytes)
+        self._progress(self._done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:
         if isinstance(target, Tensor):
@@ -311,12 +298,12 @@ class _Copy:
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """Yield (first row, rows) of pieces of about _CHUNK_BYTES, and report progress after each."""
         step = max(unit, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes // unit * unit)
-        before = self.done_bytes
+        before = self._done_bytes
         for first in range(0, source.rows, step):
             count = min(step, source.rows - first)
             yield first, count
-            self.done_bytes = before + self._bytes(source) * (first + count) // source.rows
-            self._progress(self.done_bytes, self._total_bytes)
+            self._done_bytes = before + self._bytes(source) * (first + count) // source.rows
+            self._progress(self._done_bytes, self._total_bytes)
 
     def _compare_tied_head(self, head: Source) -> None:
         """Raise WeightsError if a tied model stores a head that differs from the embedding: config or file is wrong."""

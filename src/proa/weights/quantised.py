@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from proa.weights.index import Quantised, Shape, TensorInfo
 _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")  # scales that are powers of two
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last one
-_BLOCK = (128, 128)  # default block of block-scaled FP8
+DEFAULT_BLOCK = (128, 128)  # of block-scaled FP8
 _OTHER = "Fetch the files again if some may be incomplete; else use another quantisation of the model."
 
 
@@ -77,16 +77,6 @@ class Module:
         )
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A quantised module as one matrix. type_name: a key of native/formats.py's QUANTISED, or a type that no packed
-    format keeps."""
-
-    type_name: str
-    shape: Shape
-    parts: Quantised
-
-
 def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, TensorInfo]:
     """The index with one entry for each quantised matrix in place of its tensors. Raises WeightsError if those do not
     fit each other."""
@@ -96,7 +86,7 @@ def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, Ten
         if read := _reader(module):
             if len(module.codes.shape) < 2:
                 raise module.misfit(module.codes, "a matrix [rows, columns], or several,")
-            found[module.matrix] = _tensor(read(module, of))
+            found[module.matrix] = read(module, of)
             used |= module.taken
     if index and not found:
         folder = next(iter(index.values())).file.parent
@@ -129,7 +119,7 @@ def _stacks(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
             yield Module(name, name, {"blocks": (path, tensor), "scales": (scales, index[scales])}, method)
 
 
-def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
+def _reader(module: Module) -> Callable[[Module, Quantisation], TensorInfo] | None:
     """The function that reads the module, by the dtype of its codes; None if it is not quantised."""
     for part, dtypes in _READERS.items():
         if read := dtypes.get(module.dtype(part)):
@@ -137,20 +127,28 @@ def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
     return None
 
 
-def _tensor(matrix: Matrix) -> TensorInfo:
-    parts = matrix.parts
-    return TensorInfo(matrix.type_name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
+def _matrix(type_name: str, shape: Shape, parts: Quantised) -> TensorInfo:
+    """A quantised module as one matrix. type_name: a key of native/formats.py's QUANTISED, or a type that no packed
+    format keeps."""
+    return TensorInfo(type_name, shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
 
 
-def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
+def _mxfp4(module: Module, codes: TensorInfo, scales: TensorInfo) -> TensorInfo:
+    """Two E2M1 values per byte; a scale that is a power of two for 32 values."""
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    _groups(module, scales, shape, 32)
+    return _matrix("MXFP4", shape, Quantised(codes, Code.E2M1, scales, 1, 32))
+
+
+def _eight_bit_floats(module: Module, of: Quantisation) -> TensorInfo:
     weight, scales = module.take("weight"), module.take(*_SCALES)
     rows, columns = weight.shape[-2:]
     if scales.dtype in _POWERS and scales.shape == (*weight.shape[:-1], columns / 32):
-        return Matrix("MXFP8", weight.shape, Quantised(weight, Code.E4M3, scales, 1, 32))
+        return _matrix("MXFP8", weight.shape, Quantised(weight, Code.E4M3, scales, 1, 32))
     stacked = len(weight.shape) - 2
     one = scales.shape[stacked:]  # the scales' shape for one matrix
     parts = Quantised(weight, Code.E4M3, scales, 0, 0)
-    height, width = of.block or _BLOCK
+    height, width = of.block or DEFAULT_BLOCK
     in_blocks = (-(-rows // height), -(-columns // width))
     groups = "" if columns % 32 else f", or {[*weight.shape[:-1], columns // 32]} of MXFP8"
     expected = (
@@ -159,28 +157,22 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     )
     if scales.dtype not in (*_FLOATS, *_POWERS) or scales.shape[:stacked] != weight.shape[:stacked]:
         raise module.misfit(scales, expected)
-    if of.block is None and prod(one) == 1:
-        return Matrix("FP8 tensor", weight.shape, parts)
     if len(one) == 4 and one[1] == one[3] == 1:  # ModelOpt's shape of block scales
         one = (one[0], one[2])
-    if one == in_blocks:
-        parts = replace(parts, scale_rows=height, group=width)
-        rows_of = "" if height % PANEL_ROWS == 0 else f"{height} x "  # packed: one scale per panel and group
-        return Matrix(f"FP8 block {rows_of}{width}", weight.shape, parts)
+    if one == in_blocks and (of.block or prod(one) > 1):  # undeclared, a single scale is not that of a block
+        return _matrix(block_type(height, width), weight.shape, replace(parts, scale_rows=height, group=width))
     if prod(one) == 1:
-        return Matrix("FP8 tensor", weight.shape, parts)
+        return _matrix("FP8 tensor", weight.shape, parts)
     if one in ((rows,), (rows, 1)):
-        return Matrix("FP8 channel", weight.shape, replace(parts, scale_rows=1))
+        return _matrix("FP8 channel", weight.shape, replace(parts, scale_rows=1))
     raise module.misfit(scales, expected)
 
 
-def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
+def _signed_bytes(module: Module, of: Quantisation) -> TensorInfo:
     """int8 bytes: one integer each, or two 4-bit integers (W4AFP8), or two E2M1 values (transformers, DeepSeek-V4)."""
     weight, scales = module.take("weight"), module.take(*_SCALES)
     if scales.dtype in _POWERS:
-        shape = (*weight.shape[:-1], weight.shape[-1] * 2)
-        _groups(module, scales, shape, 32)
-        return Matrix("MXFP4", shape, Quantised(weight, Code.E2M1, scales, 1, 32))
+        return _mxfp4(module, weight, scales)
     if scales.dtype not in _FLOATS:
         raise module.misfit(scales, ", ".join(_FLOATS))
     if of.paired:
@@ -188,13 +180,13 @@ def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
         shape = (*weight.shape[:-1], weight.shape[-1] * 2)
         group = _groups(module, scales, shape)
         parts = Quantised(weight, Code.SIGNED4, scales, 1, group)
-        return Matrix(_integer_name(Code.INT4, group, scales.dtype, False, True), shape, parts)
+        return _matrix(integer_type(4, True, group, scales.dtype), shape, parts)
     _expect_bits(module, of, 4, 8)  # 4-bit integers, too, may be stored one per byte
     group = 0 if scales.shape == weight.shape[:-1] else _groups(module, scales, weight.shape)
-    return Matrix(_name("INT8", group), weight.shape, Quantised(weight, Code.INT8, scales, 1, group))
+    return _matrix(integer_type(8, True, group), weight.shape, Quantised(weight, Code.INT8, scales, 1, group))
 
 
-def _packed_integers(module: Module, of: Quantisation) -> Matrix:
+def _packed_integers(module: Module, of: Quantisation) -> TensorInfo:
     """compressed-tensors: int32 words pack neighbouring columns; integers are stored plus 2^(bits - 1)."""
     packed, scales, zeros = module.take("weight_packed"), module.take("weight_scale"), module.maybe("weight_zero_point")
     module.take("weight_shape")
@@ -210,28 +202,27 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(g_idx, f"I32 {list(shape[-1:])} of a single matrix")
     ordered = of.integers(module.name).ordered or g_idx is None or not group
     parts = Quantised(packed, code, scales, 1, group, zeros=zeros, g_idx=g_idx, ordered=ordered)
-    return Matrix(_integer_name(code, group, scales.dtype, zeros is not None, ordered), shape, parts)
+    return _matrix(integer_type(bits, zeros is None, group, scales.dtype, ordered), shape, parts)
 
 
-def _packed_floats(module: Module, of: Quantisation) -> Matrix:
+def _packed_floats(module: Module, of: Quantisation) -> TensorInfo:
     """Two E2M1 values per byte: NVFP4 of compressed-tensors and ModelOpt, MXFP4."""
     packed, scales = module.take("weight_packed", "weight"), module.take("weight_scale")
-    shape = (*packed.shape[:-1], packed.shape[-1] * 2)
     if scales.dtype in _POWERS:
-        _groups(module, scales, shape, 32)
-        return Matrix("MXFP4", shape, Quantised(packed, Code.E2M1, scales, 1, 32))
+        return _mxfp4(module, packed, scales)
     if scales.dtype != "F8_E4M3":
         raise module.misfit(scales, f"F8_E4M3 for NVFP4, or {' or '.join(_POWERS)} for MXFP4,")
+    shape = (*packed.shape[:-1], packed.shape[-1] * 2)
     _groups(module, scales, shape, 16)
     factor = module.take("weight_global_scale", "weight_scale_2")
     if factor.dtype != "F32" or prod(factor.shape) != prod(shape[:-2]):
         raise module.misfit(factor, f"F32 with one number for each of {prod(shape[:-2])} matrices")
     inverse = module.dtype("weight_global_scale") != ""  # weight_global_scale divides, weight_scale_2 multiplies
     parts = Quantised(packed, Code.E2M1, scales, 1, 16, factor=factor, inverse=inverse)
-    return Matrix("NVFP4", shape, parts)
+    return _matrix("NVFP4", shape, parts)
 
 
-def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
+def _blocks_of_floats(module: Module, of: Quantisation) -> TensorInfo:
     """gpt-oss: two E2M1 values per byte, [experts, rows, groups, 16]; scales [experts, rows, groups]."""
     blocks, scales = module.take("blocks"), module.take("scales")
     fit = len(blocks.shape) == 4 and blocks.shape[-1] == 16 and scales.shape == blocks.shape[:-1]
@@ -239,10 +230,10 @@ def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
         expected = f"{' or '.join(_POWERS)} [experts, rows, groups] beside blocks [experts, rows, groups, 16]"
         raise module.misfit(scales, expected)
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
-    return Matrix("MXFP4", shape, Quantised(blocks, Code.E2M1, scales, 1, 32))
+    return _matrix("MXFP4", shape, Quantised(blocks, Code.E2M1, scales, 1, 32))
 
 
-def _transposed_integers(module: Module, of: Quantisation) -> Matrix:
+def _transposed_integers(module: Module, of: Quantisation) -> TensorInfo:
     """GPTQ and AWQ: codes are [columns, rows]; an int32 word packs neighbouring columns (GPTQ) or rows (AWQ). Scales
     and zero points are [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
@@ -268,7 +259,7 @@ def _transposed_integers(module: Module, of: Quantisation) -> Matrix:
         words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
         symmetric=symmetric, g_idx=g_idx, ordered=ordered,
     )  # fmt: skip
-    return Matrix(_integer_name(code, group, scales.dtype, not symmetric, ordered), (rows, columns), parts)
+    return _matrix(integer_type(bits, symmetric, group, scales.dtype, ordered), (rows, columns), parts)
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
@@ -294,15 +285,16 @@ def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     return bits
 
 
-def _integer_name(code: Code, group: int, scale_dtype: str, zeros: bool, ordered: bool) -> str:
+def block_type(height: int, width: int) -> str:
+    """The type name of FP8 in blocks: packed weights have one scale per panel and group."""
+    return f"FP8 block {width}" if height % PANEL_ROWS == 0 else f"FP8 block {height} x {width}"
+
+
+def integer_type(bits: int, symmetric: bool, group: int, scales: str = "", ordered: bool = True) -> str:
+    """The type name of integers in groups of `group` columns (0: the whole row). scales: dtype of the scales."""
     order = "" if ordered else " in another order"
-    if code is Code.INT4:
-        return f"{_name('INT4', group)} {scale_dtype}{order}"
-    return _name("UINT4" if code is Code.UINT4 else "UINT8" if zeros else "INT8", group) + order
-
-
-def _name(code: str, group: int) -> str:
-    return f"{code} {group or 'channel'}"
+    of_scales = f" {scales}" if bits == 4 and symmetric else ""
+    return f"{'' if symmetric else 'U'}INT{bits} {group or 'channel'}{of_scales}{order}"
 
 
 # Name of the tensor that holds a module's codes -> its dtype -> reader.

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from proa.native.fill import StoredRows, to_float
 from proa.native.formats import Order, Stored, stored_types
-from proa.weights.coded import CodedFiles
-from proa.weights.index import TensorInfo, ends_too_early
+from proa.ops.staging import STORED
+from proa.weights.coded import CodedFiles, read_bytes
+from proa.weights.index import TensorInfo
 from proa.weights.torch_bin import open_bin
 
-_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {stored.name: dtype for dtype, stored in STORED.items()}
 
 
 class Rows(Protocol):
@@ -67,7 +68,7 @@ class _FileRows:
         size = count * info.row_bytes
         self._buffer = _at_least(size, self._buffer)
         raw = self._buffer[:size]
-        self._read_bytes(info, first, raw)
+        read_bytes(self._stream, info, first * info.row_bytes, raw)
         if info.dtype in _PLAIN:
             return raw.view(_PLAIN[info.dtype]).view(count, -1)
         self._floats = _at_least(count * info.shape[-1], self._floats)
@@ -88,18 +89,8 @@ class _FileRows:
         info = self._tensors[tensor]
         if _PLAIN.get(info.dtype) != out.dtype or not out.is_contiguous():
             return False
-        self._read_bytes(info, first, out.view(torch.uint8).view(-1))
+        read_bytes(self._stream, info, first * info.row_bytes, out.view(torch.uint8).view(-1))
         return True
-
-    def _read_bytes(self, info: TensorInfo, first: int, out: Tensor) -> None:
-        view = out.numpy().data
-        self._stream.seek(info.offset + first * info.row_bytes)
-        done = 0
-        while done < len(view):
-            got = self._stream.readinto(view[done:])
-            if not got:
-                raise ends_too_early(info)
-            done += got
 
 
 def _at_least(size: int, buffer: Tensor) -> Tensor:

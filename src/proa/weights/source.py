@@ -8,7 +8,7 @@ from math import lcm
 from proa.native.formats import PANEL_ROWS, Order, stored_facts, stored_types
 from proa.weights.index import TensorInfo
 
-AWQ_ROWS = 8  # an int32 word holds a column of so many rows
+AWQ_ROWS = 8  # rows whose values share an int32 word
 
 
 @dataclass(frozen=True, slots=True)

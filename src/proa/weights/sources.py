@@ -21,7 +21,7 @@ from proa.weights.joined import parts_of
 from proa.weights.source import Source
 
 Index = Mapping[str, TensorInfo]
-READABLE = tuple(Stored.__members__)  # dtypes of parameters that are a single tensor
+_READABLE = tuple(Stored.__members__)  # dtypes of parameters that are a single tensor
 
 _EXPERT = re.compile(
     r"(?P<stack>blocks\.\d+\.ffn\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)\.(?P<kind>weight|bias)"
@@ -124,10 +124,10 @@ def _check_types(sources: Sources, index: Index) -> None:
                 f"{info.file}: {source.tensor} stacks quantised experts as [in, out], which is not implemented.",
                 "Use another quantisation of the model.",
             )
-        if info.quantised is None and info.dtype not in READABLE:
+        if info.quantised is None and info.dtype not in _READABLE:
             raise WeightsError(
                 f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which is not implemented.",
-                f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
+                f"Use a checkpoint whose tensors are {', '.join(_READABLE)}.",
             )
 
 
@@ -162,7 +162,7 @@ class _Stacks:
         self._names = declared.names
         self._index = index
         self._moes = {f"blocks.{i}.ffn.experts": ffn for i, ffn in declared.spec.routed.items()}
-        self._transposed: dict[str, bool | None] = {}
+        self._transposed: dict[str, bool] = {}
 
     def find(self, name: str, shape: Shape) -> Source | None:
         """Source of one expert's gate, up or down weight or bias; None for other parameters, or if experts are not
@@ -205,9 +205,10 @@ class _Stacks:
         """True if the layer's stacks are [E, in, out]: the one orientation in which gate, up and down all fit."""
         if stack not in self._transposed:
             self._transposed[stack] = self._orientation(stack)
-        return bool(self._transposed[stack])
+        return self._transposed[stack]
 
-    def _orientation(self, stack: str) -> bool | None:
+    def _orientation(self, stack: str) -> bool:
+        """See _is_transposed; if not exactly one orientation fits, adds to `problems`."""
         fits = {False, True} if self._names.stacked_out_in is None else {not self._names.stacked_out_in}
         described, moe = [], self._moes[stack]
         shapes = dict(moe.expert.params())
@@ -229,7 +230,7 @@ class _Stacks:
             )
         else:
             self.problems.extend(dict.fromkeys(described))
-        return None
+        return False
 
 
 def _error(problems: list[str], declared: Declared, index: Index) -> WeightsError:

@@ -24,14 +24,14 @@ _RULES: Rules = (
 
 def deepseek_v2(c: Reader) -> tuple[Model, NameTable]:
     c.expect("mlp_bias", False)
-    mixer, names = latent_attention(c), _names(c)
+    mixer, names = latent_attention(c), v3_names(c, _RULES)
     return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in _softmax_ffns(c, mixer.hidden)]), names
 
 
 def deepseek_v3(c: Reader) -> tuple[Model, NameTable]:
     c.expect("rope_interleave", True)
     c.ignore("another name of num_nextn_predict_layers", "num_mtp_layers")
-    mixer, names = latent_attention(c), _names(c)
+    mixer, names = latent_attention(c), v3_names(c, _RULES)
     return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in v3_ffns(c, mixer.hidden)]), names
 
 
@@ -80,11 +80,6 @@ def _groups(c: Reader, experts: int, top_k: int) -> ExpertGroups | None:
         return expert_groups(c, experts, top_k, best_of=1)
     c.ignore("unused by greedy routing", "n_group", "topk_group")
     return None
-
-
-def _names(c: Reader) -> NameTable:
-    table = v3_names(c)
-    return replace(table, rules=_RULES + table.rules)
 
 
 ARCHITECTURES = {"DeepseekV2ForCausalLM": deepseek_v2, "DeepseekV3ForCausalLM": deepseek_v3}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, model
+from proa.models.families.moe import experts_per_token
 from proa.models.names import HF_IGNORED, MTP_NOT_LOADED, NameTable
 from proa.models.spec import Mlp, Model, Moe, Router
 
@@ -30,22 +31,14 @@ def ernie4_5_moe(c: Reader) -> tuple[Model, NameTable]:
 def _ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
     """The FFN of each layer: MoE every moe_layer_interval layers from moe_layer_start_index to moe_layer_end_index
     (included; -1: the last layer), else dense."""
-    experts, top_k = (
-        c.get_any(("moe_num_experts", "num_experts"), int),
-        c.get_any(("moe_k", "num_experts_per_tok"), int),
-    )
-    if not 0 < top_k <= experts:
-        raise c.error(f"moe_k must be between 1 and {experts}, the number of experts, but it is {top_k}")
+    experts = c.get_any(("moe_num_experts", "num_experts"), int)
+    top_k = experts_per_token(c, experts, "moe_k")
     width, shared = c.size("moe_intermediate_size"), c.get("moe_num_shared_experts", int)
     router = Router("softmax", renormalise=True, correction=True, least=c.get("moe_norm_min", float, 1e-12))
     sparse = Moe(hidden, experts, top_k, width, router, Mlp(hidden, width * shared) if shared else None)
     dense, layers = Mlp(hidden, c.size("intermediate_size")), c.size("num_hidden_layers")
-    first, last, step = (
-        c.get("moe_layer_start_index", int),
-        c.get("moe_layer_end_index", int, -1),
-        c.size("moe_layer_interval", 1),
-    )
-    candidates = range(first, (layers if last == -1 else last + 1))
+    first, last = c.get("moe_layer_start_index", int), c.get("moe_layer_end_index", int, -1)
+    candidates, step = range(first, layers if last == -1 else last + 1), c.size("moe_layer_interval", 1)
     return [sparse if i in candidates and (i + 1) % step == 0 else dense for i in range(layers)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model
+from proa.models.families.llama import attention, biases, model
 from proa.models.families.moe import routed
 from proa.models.names import NameTable
 from proa.models.spec import Model
@@ -24,17 +24,15 @@ NAMES = NameTable(
 
 
 def granite_moe(c: Reader) -> tuple[Model, NameTable]:
-    bias, layers = c.get("attention_bias", bool, False), c.size("num_hidden_layers")
-    mixer = attention(c, qkv_bias=bias, o_bias=bias, scale=c.get("attention_multiplier", float, 1.0))
+    mixer = attention(c, scale=c.get("attention_multiplier", float, 1.0), **biases(c))
     moe = routed(c, mixer.hidden, c.size("num_local_experts"), c.size("intermediate_size"), renormalise=True)
     divisor = c.get("logits_scaling", float, 1.0)
     if divisor <= 0:
         raise c.error(f"logits_scaling must be positive, but it is {divisor}")
     embeddings, residuals = (c.get(f"{of}_multiplier", float, 1.0) for of in ("embedding", "residual"))
-    spec = model(c, mixer, [moe] * layers)
-    return replace(
-        spec, embedding_factor=embeddings, residual_factor=residuals, logits_factor=1 / divisor
-    ), NAMES  # fmt: skip
+    spec = model(c, mixer, [moe] * c.size("num_hidden_layers"))
+    spec = replace(spec, embedding_factor=embeddings, residual_factor=residuals, logits_factor=1 / divisor)
+    return spec, NAMES
 
 
 ARCHITECTURES = {"GraniteMoeForCausalLM": granite_moe}

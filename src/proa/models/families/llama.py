@@ -15,24 +15,23 @@ from proa.models.names import NameTable
 from proa.models.rope_reader import context_tokens, rope
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 
 def llama(c: Reader) -> tuple[Model, NameTable]:
-    bias = c.get("attention_bias", bool, False)
-    mixer = attention(c, qkv_bias=bias, o_bias=bias)
-    return _dense(c, mixer, mlp_bias=c.get("mlp_bias", bool, False))
+    return _dense(c, attention(c, **biases(c)), mlp_bias=c.get("mlp_bias", bool, False))
 
 
 def qwen2(c: Reader) -> tuple[Model, NameTable]:
-    no_mrope(c)
+    c.expect("use_mrope", False)  # multimodal rotary embedding (M-RoPE) of Qwen2-VL
     mixer = attention(c, qkv_bias=True)
-    c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json says it twice
+    c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json has both keys
     c.ignore("max_position_embeddings says the context", "seq_length")
     return _dense(c, mixer, windows=qwen_windows(c))
 
 
 def qwen3(c: Reader) -> tuple[Model, NameTable]:
-    bias = c.get("attention_bias", bool, False)
-    return _dense(c, attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias), windows=qwen_windows(c))
+    return _dense(c, attention(c, qk_norm="head", **biases(c)), windows=qwen_windows(c))
 
 
 def _dense(
@@ -57,6 +56,12 @@ def attention(c: Reader, *, theta: float = 10000.0, partial: float | None = None
     if head_dim % 2:
         raise c.error(f"rotary embeddings need an even head_dim, but it is {head_dim}")
     return Attention(hidden, heads, kv_heads, head_dim, rope(c, head_dim, theta, partial), **kinds)
+
+
+def biases(c: Reader, default: bool = False) -> dict[str, bool]:
+    """Read attention_bias: q, k, v and o all have biases, or none has. The result is for `attention`."""
+    has = c.get("attention_bias", bool, default)
+    return {"qkv_bias": has, "o_bias": has}
 
 
 def model(
@@ -86,29 +91,28 @@ def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: flo
     return spec
 
 
-def no_mrope(c: Reader) -> None:
-    """Refuse multimodal rotary (M-RoPE) of Qwen2-VL; configs of text models have the key, set to false."""
-    c.expect("use_mrope", False)
-
-
 def qwen_windows(c: Reader) -> list[int | None]:
     """Sliding window of each layer of Qwen2 and Qwen3, in tokens; None: full attention. From `layer_types`, else all
     layers from max_window_layers on have the window."""
-    layers, full = c.size("num_hidden_layers"), "full_attention"
-    width = c.get("sliding_window", int, 0)
-    first = c.get("max_window_layers", int, layers)
+    layers = c.size("num_hidden_layers")
+    width, first = c.get("sliding_window", int, 0), c.get("max_window_layers", int, layers)
     if not c.get("use_sliding_window", bool, False):
-        c.expect("layer_types", [full] * layers)
+        c.expect("layer_types", [_FULL] * layers)
         return [None] * layers
     if width < 1:
         raise c.error(f"use_sliding_window is true, but sliding_window is {width}")
-    sliding = "sliding_attention"
-    kinds = layer_types(c, [full if i < first else sliding for i in range(layers)], full, sliding)
-    return [None if kind == full else width for kind in kinds]
+    return layer_windows(c, width, [i >= first for i in range(layers)])
+
+
+def layer_windows(c: Reader, width: int, sliding: Sequence[bool]) -> list[int | None]:
+    """Sliding window of each layer, in tokens; None: full attention. From `layer_types`; without that key, the layers
+    marked in `sliding` have the window."""
+    kinds = layer_types(c, [_SLIDING if of else _FULL for of in sliding], _FULL, _SLIDING)
+    return [width if kind == _SLIDING else None for kind in kinds]
 
 
 def layer_types(c: Reader, default: list[str], *known: str) -> list[str]:
-    """Read `layer_types`, one of `known` per layer; default: without the key. Raises ConfigError."""
+    """Read `layer_types`, one of `known` per layer; without the key it is `default`. Raises ConfigError."""
     kinds: list[str] = c.get("layer_types", list, default)
     layers = c.size("num_hidden_layers")
     if len(kinds) != layers or not {*kinds} <= {*known}:

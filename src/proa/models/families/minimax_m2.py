@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, model
-from proa.models.families.moe import MIXTRAL_NAMES, routed
+from proa.models.families.moe import MIXTRAL_NAMES, experts_per_token
 from proa.models.names import NameTable
-from proa.models.spec import Model, Router
+from proa.models.spec import Model, Moe, Router
 
 _BIAS = ("blocks.{i}.ffn.router.correction", "model.layers.{i}.block_sparse_moe.e_score_correction_bias")
 NAMES = replace(MIXTRAL_NAMES, rules=(*MIXTRAL_NAMES.rules, _BIAS))
@@ -25,7 +25,7 @@ def minimax_m2(c: Reader) -> tuple[Model, NameTable]:
     _expect_m2(c, layers)
     router = Router("sigmoid", renormalise=True, correction=True)
     experts = c.get_any(("num_local_experts", "num_experts"), int)
-    moe = replace(routed(c, mixer.hidden, experts, c.size("intermediate_size"), renormalise=True), router=router)
+    moe = Moe(mixer.hidden, experts, experts_per_token(c, experts), c.size("intermediate_size"), router)
     return model(c, mixer, [moe] * layers), NAMES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model, no_mrope, qwen_windows
+from proa.models.families.llama import attention, biases, model, qwen_windows
 from proa.models.names import NameTable
 from proa.models.spec import Mlp, Model, Moe, Router
 
@@ -18,18 +18,17 @@ MIXTRAL_NAMES = NameTable(
 
 
 def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
-    no_mrope(c)
+    c.expect("use_mrope", False)  # multimodal rotary embedding (M-RoPE) of Qwen2-VL
     mixer = attention(c, qkv_bias=c.get("qkv_bias", bool, True))
     shared = Mlp(mixer.hidden, c.size("shared_expert_intermediate_size"))
-    return model(c, mixer, qwen_ffns(c, mixer.hidden, shared), _layer_windows(c)), NameTable()
+    return model(c, mixer, qwen_ffns(c, mixer.hidden, shared), _moe_windows(c)), NameTable()
 
 
 def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
     for key, implemented in {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}.items():
         c.expect(key, implemented)  # keys of other families that Qwen3-Coder's config.json has
-    bias = c.get("attention_bias", bool, False)
-    mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
-    return model(c, mixer, qwen_ffns(c, mixer.hidden, None), _layer_windows(c)), NameTable()
+    mixer = attention(c, qk_norm="head", **biases(c))
+    return model(c, mixer, qwen_ffns(c, mixer.hidden, None), _moe_windows(c)), NameTable()
 
 
 def mixtral(c: Reader) -> tuple[Model, NameTable]:
@@ -46,11 +45,13 @@ def routed(c: Reader, hidden: int, experts: int, width: int, *, renormalise: boo
     return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
 
 
-def experts_per_token(c: Reader, experts: int) -> int:
-    """Read num_experts_per_tok. Raises ConfigError if it exceeds `experts`."""
-    top_k = c.size("num_experts_per_tok")
-    if top_k > experts:
-        raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
+def experts_per_token(c: Reader, experts: int, *keys: str) -> int:
+    """Read num_experts_per_tok, which `keys` may name too. Raises ConfigError unless it is from 1 to `experts`."""
+    keys = ("num_experts_per_tok", *keys)
+    top_k = c.get_any(keys, int)
+    if not 0 < top_k <= experts:
+        named = " or ".join(keys)
+        raise c.error(f"{named} must be between 1 and {experts}, the number of experts, but it is {top_k}")
     return top_k
 
 
@@ -65,7 +66,7 @@ def qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
     return [dense if i in only or (i + 1) % step else sparse for i in layers]
 
 
-def _layer_windows(c: Reader) -> list[int | None]:
+def _moe_windows(c: Reader) -> list[int | None]:
     """Sliding window of each layer. layer_types is required: without it, versions of transformers disagree about which
     layers of a MoE model have the window."""
     if c.get("use_sliding_window", bool, False) and not c.has("layer_types"):

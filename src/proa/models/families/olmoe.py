@@ -6,7 +6,7 @@ CONTRIBUTING.md builds this file step by step.
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model
+from proa.models.families.llama import attention, biases, model
 from proa.models.families.moe import routed
 from proa.models.names import NameTable
 from proa.models.spec import Model
@@ -14,8 +14,7 @@ from proa.models.spec import Model
 
 def olmoe(c: Reader) -> tuple[Model, NameTable]:
     c.expect("clip_qkv", None)
-    bias = c.get("attention_bias", bool, False)
-    mixer = attention(c, qk_norm="full", qkv_bias=bias, o_bias=bias)
+    mixer = attention(c, qk_norm="full", **biases(c))
     moe = routed(
         c, mixer.hidden, c.size("num_experts"), c.size("intermediate_size"), renormalise=c.get("norm_topk_prob", bool)
     )

@@ -5,7 +5,7 @@ experts and a gated shared one. Source: modeling_qwen3_next.py in Hugging Face t
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, layer_types, model_of
+from proa.models.families.llama import attention, biases, layer_types, model_of
 from proa.models.families.moe import qwen_ffns
 from proa.models.names import HF_IGNORED, MTP_NOT_LOADED, NameTable
 from proa.models.spec import Block, GatedDeltaNet, Mixer, Mlp, Model
@@ -27,8 +27,7 @@ NAMES = NameTable(
 def qwen3_next(c: Reader) -> tuple[Model, NameTable]:
     c.expect("use_sliding_window", False)
     c.ignore("unused without use_sliding_window", "sliding_window", "max_window_layers")
-    bias = c.get("attention_bias", bool, False)
-    attends = attention(c, partial=0.25, qk_norm="head", qkv_bias=bias, o_bias=bias, gated=True)
+    attends = attention(c, partial=0.25, qk_norm="head", gated=True, **biases(c))
     delta = _delta(c, attends.hidden)
     ffns = qwen_ffns(c, attends.hidden, Mlp(attends.hidden, c.size("shared_expert_intermediate_size")))
     mixers: list[Mixer] = [attends if full else delta for full in _full(c)]

@@ -8,8 +8,8 @@ modeling_dots1.py in Hugging Face transformers.
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, layer_types, model
-from proa.models.names import HF_IGNORED, NameTable, ignored_mtp
+from proa.models.families.llama import attention, biases, layer_windows, model
+from proa.models.names import HF_IGNORED, NameTable, Rules, ignored_mtp
 from proa.models.spec import ExpertGroups, Mlp, Model, Moe, Router
 
 _EPSILON = 1e-20  # added to the sum of sigmoids that renormalising divides by
@@ -24,8 +24,7 @@ def glm4_moe(c: Reader) -> tuple[Model, NameTable]:
 
 
 def dots1(c: Reader) -> tuple[Model, NameTable]:
-    bias = c.get("attention_bias", bool, False)
-    mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    mixer = attention(c, qk_norm="head", **biases(c))
     names = v3_names(c)
     return model(c, mixer, v3_ffns(c, mixer.hidden), _windows(c)), names
 
@@ -34,25 +33,21 @@ def _windows(c: Reader) -> list[int | None]:
     """Sliding window of each layer, in tokens; None: full attention. From `layer_types`, else all layers from
     max_window_layers on if the config has a sliding_window."""
     layers, width = c.size("num_hidden_layers"), c.size("sliding_window", None)
-    full, sliding = "full_attention", "sliding_attention"
     first = c.get("max_window_layers", int, layers) if width else layers
     c.ignore("unused without a window", "max_window_layers")
-    kinds = layer_types(c, [full if i < first else sliding for i in range(layers)], full, sliding)
-    if {*kinds} != {full} and (width is None or not c.get("use_sliding_window", bool, True)):
+    found = layer_windows(c, width or 0, [i >= first for i in range(layers)])
+    if found != [None] * layers and (width is None or not c.get("use_sliding_window", bool, True)):
         raise c.error("layer_types has sliding_attention layers, but sliding_window is missing or switched off")
     c.ignore("layer_types and sliding_window decide", "use_sliding_window")
-    return [None if kind == full else width for kind in kinds]
+    return found
 
 
 def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
     """The FFN of each layer: dense before first_k_dense_replace, MoE after."""
-    for key, values in {
-        "scoring_func": ("sigmoid", "noaux_tc"),
-        "topk_method": ("noaux_tc",),
-        "moe_layer_freq": (1,),
-        "moe_router_dtype": ("float32",),
-    }.items():
-        c.expect(key, *values)
+    c.expect("scoring_func", "sigmoid", "noaux_tc")
+    c.expect("topk_method", "noaux_tc")
+    c.expect("moe_layer_freq", 1)
+    c.expect("moe_router_dtype", "float32")
     c.ignore("training and expert parallelism", "aux_loss_alpha", "seq_aux", "ep_size")
     layers, dense = c.size("num_hidden_layers"), c.get("first_k_dense_replace", int)
     sparse = v3_moe(c, hidden)
@@ -87,10 +82,11 @@ def expert_groups(c: Reader, experts: int, top_k: int, best_of: int) -> ExpertGr
     return None if kept == groups else ExpertGroups(groups, kept, best_of)
 
 
-def v3_names(c: Reader) -> NameTable:
-    """Hugging Face's names; MTP layers are ignored."""
+def v3_names(c: Reader, rules: Rules = ()) -> NameTable:
+    """Hugging Face's names, except for those of `rules`; MTP layers are ignored."""
     mtp_layers = c.get("num_nextn_predict_layers", int, 0)
-    return NameTable(ignored=HF_IGNORED + ignored_mtp(r"model\.layers\.", c.size("num_hidden_layers"), mtp_layers))
+    mtp = ignored_mtp(r"model\.layers\.", c.size("num_hidden_layers"), mtp_layers)
+    return NameTable(rules, ignored=HF_IGNORED + mtp)
 
 
 ARCHITECTURES = {"Glm4MoeForCausalLM": glm4_moe, "Dots1ForCausalLM": dots1}
