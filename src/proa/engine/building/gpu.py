@@ -133,8 +133,10 @@ class GpuBuild:
         self._decisions.append(self._compiling.wait(report))  # before the measurements below, which it would disturb
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
-        beside = self._gpu.ring_bytes > 0
-        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations, beside=beside)
+        spaces = GpuSpaces(
+            self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations,
+            beside=plan.prompts_may_run_beside,
+        )  # fmt: skip
         co_fetch, registered = None, self._register()
         if registered is not None:
             co_fetch = self._co_fetch(spaces, registered)
@@ -173,7 +175,7 @@ class GpuBuild:
     def _queues(self) -> Queues:
         """Prompts have a queue of their own if they can run beside decode steps, whose kernels then come first."""
         sleeps = not self._gpu.gpu_only
-        if self._hybrid.streaming is None:
+        if self._hybrid.streaming is None or not self._plan.prompts_may_run_beside:
             return Queues(CudaQueue(self._device, sleeps=sleeps))
         return Queues(CudaQueue(self._device, sleeps=sleeps, first=True), CudaQueue(self._device, sleeps=sleeps))
 

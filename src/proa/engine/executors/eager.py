@@ -67,7 +67,7 @@ class EagerExecutor:
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self.caches, self._page_tokens = model, caches, page_tokens
         self._chunk_rows, self._cells = like.chunk_rows, like.cells
-        self._may_run_beside = like.beside and like.cells is None
+        self._may_run_beside = like.beside
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, like.overlap, kept_blocks
         self._unfinished: list[EagerStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0

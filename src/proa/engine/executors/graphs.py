@@ -69,7 +69,8 @@ class GraphStep(WatchedStep):
 
 class GraphExecutor:
     """All calls come from one thread. Decode steps, heads and samples are launched to one queue, prompts to another, if
-    there are two: the memory of their activations is that of one queue alone."""
+    there are two: then prompts may run beside decode steps. The memory of their activations is that of one queue alone.
+    """
 
     def __init__(
         self, model: Decoder, caches: Caches, limits: StepLimits, queues: Queues, ops: DeviceOps,
@@ -81,7 +82,6 @@ class GraphExecutor:
         queue = queues.steps
         self._model, self.caches, self._limits, self._queues, self._queue = model, caches, limits, queues, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
-        self._beside = queues.separate and limits.cells is None  # bits of cells must not depend on what runs beside
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
@@ -260,7 +260,8 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        may_run_beside = self._beside and not step.overtakes and min(len(of.tokens) for of in chunks) >= FEW_ROWS
+        wide = min(len(of.tokens) for of in chunks) >= FEW_ROWS
+        may_run_beside = self._queues.separate and not step.overtakes and wide
         launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
