@@ -32,17 +32,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
     for r, row in enumerate(rows):
         if row.sampling.temperature > 0:
-            by_method.setdefault(_sample_truncated if _is_truncated(row) else _sample_full, []).append(r)
+            by_method.setdefault(_sample_truncated if row.is_truncated else _sample_full, []).append(r)
         else:
             tokens[r] = int(scores[r].argmax())
     for draw, chosen in by_method.items():
         for r, token in zip(chosen, draw(scores[chosen], [rows[r] for r in chosen]), strict=True):
             tokens[r] = token
     return tokens
-
-
-def _is_truncated(row: Row) -> bool:
-    return row.sampling.top_k > 0 or row.sampling.top_p < 1.0 or row.sampling.min_p > 0.0
 
 
 def _sample_full(scores: Tensor, rows: Sequence[Row]) -> list[int]:

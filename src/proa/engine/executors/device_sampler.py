@@ -154,7 +154,6 @@ def _columns(block: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _kind(row: Row) -> int:
-    s = row.sampling
-    if s.temperature == 0.0:
+    if row.sampling.temperature == 0.0:
         return BEST
-    return CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE
+    return CUT if row.is_truncated else WHOLE
