@@ -43,7 +43,7 @@ def observe(path: Path, of: Adapted, sample: Sample, texts: Texts) -> Observed |
     notes = _notes(build, plan)
     watch(build.model, notes, located=path.in_place)
     fill(build, plan, checkpoint, declared, lambda loading: None)
-    executor = build.runner(lambda loading: None).executor
+    executor = build.bind(lambda loading: None).executor
     vocab, caches = declared.spec.vocab, executor.caches
     if path.streams is not Streams.NOTHING and (why := _not_given(build, "prefill", "cpu")):
         return why
