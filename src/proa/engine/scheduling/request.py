@@ -56,9 +56,7 @@ class Request:
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
-        self.row = Row(
-            self.sampling, self.tokens, self.num_prompt, self.id, matcher
-        )  # the sampler's view of the request
+        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id, matcher)  # the sampler's view
         self.min_length = self.num_prompt + source.sampling.min_tokens  # shorter: eos and stop tokens do not end it
         self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
         self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)

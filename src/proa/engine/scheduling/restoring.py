@@ -40,7 +40,7 @@ class Behind(Protocol):
         """Whether copies are under way or due, so that `collect` has something to do soon."""
 
     def collect(self) -> None:
-        """Take the results of finished copies and begin due ones. Called before each step, and now and then while no
+        """Take the results of finished copies and begin due ones. Called before each step, and regularly while no
         request runs."""
 
     def holds(self, request: Request) -> bool:

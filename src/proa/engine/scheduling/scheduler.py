@@ -140,7 +140,7 @@ class Scheduler:
         return self.behind.busy or self.room.lent.busy
 
     def collect(self) -> None:
-        """Go on with copies of pages and lent pages. Called before each step, and now and then while there is none."""
+        """Go on with copies of pages and lent pages. Called before each step, and regularly while there is none."""
         self.behind.collect()
         self.room.lent.collect(len(self._running), len(self._waiting))
 
@@ -296,7 +296,7 @@ class Scheduler:
         return frozenset(item.request.id for plan in self._flying for item in plan.items)
 
     def _plan_prefills(self, step: StepBuilder, most_tokens: int | None = None) -> None:
-        """Add prefill chunks. most_tokens: add only whole prompts, with at most so many tokens in all."""
+        """Add prefill chunks. most_tokens: add only whole prompts, with at most this many tokens in all."""
         if most_tokens == 0 or (not self._waiting and len(step) == len(self._running)):
             return
         end_tokens = 0 if most_tokens is None else step.budget_tokens - most_tokens
@@ -361,7 +361,7 @@ class Scheduler:
             short = self._pages_short(request, match)
             if short <= 0 and len(self._running) < self.limits.num_slots:
                 break
-            if self.room.comes(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
+            if self.room.recall(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
         most, calm, reading = self._matchable_tokens(request), not self._in_flight, {r.copy_from for r in self._running}
@@ -409,7 +409,7 @@ class Scheduler:
         page that is lent, or of a request in flight (`held`)."""
         need = self._pages_needed(request)
         while need > self.room.num_available:
-            if self.room.comes(need - self.room.num_available):
+            if self.room.recall(need - self.room.num_available):
                 return False
             victim = self._running.last_but(held)
             if victim is request and held:
