@@ -19,7 +19,7 @@ from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
 from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.session import NoSession, Session
-from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
+from proa.engine.executors.watch import WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
@@ -74,16 +74,13 @@ class EagerExecutor:
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
-        if in_parts:
-            return self.launch_beside(batch, 0.0)
-        step = EagerStep(batch, Health(followed=after is not None))
+    def launch(self, batch: StepBatch, after: EagerStep | None = None) -> EagerStep:
+        step = EagerStep(batch, followed=after is not None)
         spans = batch.spans
         if after is not None:
             after.next_step = step
             spans = _continued(spans, self.tokens_to_follow(after))
-        if batch.copies_before:
-            copy_states(self.caches, batch.copies_before)
+        copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         self._session.begin_step(step)
         tokens, inputs = self._inputs(spans)
@@ -92,16 +89,14 @@ class EagerExecutor:
         decodes = batch.rows_each and not any(span.in_prompt for span in batch.spans)
         with self._listening(), self._session.decoding() if decodes else nullcontext():
             step.hidden = self._model(tokens, inputs, step.kept)
-        if batch.copies_after:
-            copy_states(self.caches, batch.copies_after)
+        copy_states(self.caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
 
     @torch.inference_mode()
-    def launch_beside(self, batch: StepBatch, share: float) -> EagerStep:
-        step = EagerStep(batch, Health(), overtakes=bool(self._unfinished))
-        if batch.copies_before:
-            copy_states(self.caches, batch.copies_before)
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> EagerStep:
+        step = EagerStep(batch, overtakes=bool(self._unfinished))
+        copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         step.parts = self._parts(step, share if self._may_run_beside and not step.overtakes else None)
         self._unfinished.append(step)
@@ -172,7 +167,7 @@ class EagerExecutor:
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step in self._unfinished:
             self._remove(step)
-        if step.alone:  # of all its launches, none of which was counted
+        if step.alone:  # its launches were not counted: one that is follows them all
             with self._listening():
                 self._session.end_parts(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)

@@ -30,7 +30,7 @@ from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
-from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
+from proa.engine.executors.watch import WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
@@ -45,8 +45,8 @@ from proa.types import TokenLogprob
 WARM_BUCKETS = 3  # decode graphs that are captured before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 _NON_FINITE = -1  # the argmax of a row with NaN or infinity
-_MOST_PARTS_AHEAD = 2  # parts of a step that the device has not finished: a cancelled step ends with them
-_MOST_IN_FLIGHT = 32  # launches, of steps and of parts of a step, before the host waits for the device
+_MOST_PARTS_AHEAD = 2  # parts that the device has not finished: a cancelled step ends only after them
+_MOST_IN_FLIGHT = 32  # launches of steps and of parts, before the host waits for the device
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class GraphExecutor:
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
         self._heads: dict[int, Callable[[], None]] = {}
-        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool, as the next
+        self._room: Callable[[], None] | None = None  # never replayed: reserves memory of the graphs' pool, as the next
         self._prompt_room: Callable[[], None] | None = None
         self._scored = HostBlock((limits.head_rows,), torch.int64, queue.device)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=queue.device.type == "cuda")
         self._unfinished: list[GraphStep] = []  # steps in parts; the last one is advanced
-        self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched in turns
+        self._parts_ahead: deque[Mark] = deque()  # one after each of the last parts that were launched in turns
         self._ahead = PartsAhead()  # of the step that runs beside whole steps
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
         self._timer = StepTimer()
@@ -133,15 +133,13 @@ class GraphExecutor:
     # ---- launching
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch, after: GraphStep | None = None, *, in_parts: bool = False) -> GraphStep:
-        if in_parts:
-            return self.launch_beside(batch, 0.0)
-        step, rows_each = GraphStep(batch, Health(followed=after is not None)), self._rows_each(batch)
+    def launch(self, batch: StepBatch, after: GraphStep | None = None) -> GraphStep:
+        step, rows_each = GraphStep(batch, followed=after is not None), self._rows_each(batch)
         if not rows_each and self._unfinished:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
         wide = self._bucket(batch) * rows_each >= FEW_ROWS  # shares buffers with chunks of prompts
         with self._queues.on_steps(ordered=wide) if rows_each else self._queues.on_prompts():
-            self._copy_states(batch.copies_before)
+            copy_states(self.caches, batch.copies_before)
             self._session.begin_step(step)
             if after is not None:
                 self._follow(step, after)
@@ -149,17 +147,17 @@ class GraphExecutor:
                 self._decode(step, rows_each)
             else:
                 self._launch_ops(batch)
-            self._copy_states(batch.copies_after)
+            copy_states(self.caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
 
     @torch.inference_mode()
-    def launch_beside(self, batch: StepBatch, share: float) -> GraphStep:
-        step = GraphStep(batch, Health(), overtakes=bool(self._unfinished))
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> GraphStep:
+        step = GraphStep(batch, overtakes=bool(self._unfinished))
         self._queues.apart = False
         with self._queues.on_prompts():
-            self._copy_states(batch.copies_before)
-            self._launch_in_parts(step, share)
+            copy_states(self.caches, batch.copies_before)
+            self._begin_parts(step, share)
         self._queues.apart = step.alone and share > 0  # it need not wait for the decode step that comes next
         return step
 
@@ -221,7 +219,7 @@ class GraphExecutor:
         self._session.launched()
 
     def _padded(self, rows: int) -> Callable[[], None] | None:
-        """Launches for so many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
+        """Launches for this many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
         The first use of a size launches its ops one by one, which compiles and loads what the capture then needs."""
         size = next((size for size in self._limits.prompt_rows if size >= rows), None)
         if size is None:
@@ -242,8 +240,8 @@ class GraphExecutor:
         nbytes = self._limits.prompt_rows[-1] * row_bytes(self.spec)
         torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
-    def _launch_in_parts(self, step: GraphStep, share: float) -> None:
-        """Write the step's inputs, which no step between its parts touches. share: see launch_beside."""
+    def _begin_parts(self, step: GraphStep, share: float) -> None:
+        """Write the step's inputs, which no step between its parts touches. share: see launch_in_parts."""
         chunks, row = list[Chunk](), 0
         cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
@@ -288,7 +286,7 @@ class GraphExecutor:
                 if parts.done:
                     self._session.end_parts(step)
             if parts.done:
-                self._copy_states(step.batch.copies_after)
+                copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 
@@ -304,7 +302,7 @@ class GraphExecutor:
                 begin = self._queues.prompts.mark(timed=True)
                 parts.advance(1)
                 if parts.done:
-                    self._copy_states(step.batch.copies_after)
+                    copy_states(self.caches, step.batch.copies_after)
                 self._ahead.launched(begin, self._queues.prompts.mark(timed=True))
         return parts.done and not self._ahead.pending
 
@@ -320,10 +318,6 @@ class GraphExecutor:
         self._angles.fill(spans)
         self.clock.lap(Stage.INPUTS)
         return rows
-
-    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
-        if slots:
-            copy_states(self.caches, slots)
 
     def _capture(self, bucket: int, rows_each: int) -> _Captured:
         """Capture the decode graph of `bucket` sequences. Its inputs are padding until they are filled."""
@@ -369,7 +363,7 @@ class GraphExecutor:
                 step.hidden = step.parts.hidden
             self._remove(step)
         with self._queues.on_steps():
-            if step.alone:  # of all its launches, none of which was counted
+            if step.alone:  # its launches were not counted: one that is follows them all
                 self._begin()
                 self._session.end_parts(step)
             self._launch_head(step, step.rows, rows)
@@ -411,8 +405,7 @@ class GraphExecutor:
             hidden = self._on.hidden if step.hidden is None else step.hidden
             faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
-            if step.batch.prompt_logprobs:
-                result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)
+            result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)
         result.streamed, step.next_step = step.streamed, None
         self.clock.lap(Stage.PROGRAM)
         return result
