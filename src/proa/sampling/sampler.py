@@ -100,11 +100,11 @@ def _truncate(weights: Tensor, totals: Tensor, rows: Sequence[Row]) -> tuple[Ten
     Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
     token is always kept.
     """
-    wishes = [row.sampling for row in rows]
+    samplings = [row.sampling for row in rows]
     num_weights = weights.shape[-1]
-    top_k = torch.tensor([s.top_k or 2**62 for s in wishes])[:, None]
-    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in wishes], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([s.min_p for s in wishes], dtype=torch.float64)[:, None]
+    top_k = torch.tensor([s.top_k or 2**62 for s in samplings])[:, None]
+    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in samplings], dtype=torch.float64)[:, None]
+    min_p = torch.tensor([s.min_p for s in samplings], dtype=torch.float64)[:, None]
     kept = torch.arange(num_weights) < top_k
     mass = torch.where(top_k <= num_weights, (weights * kept).sum(-1, keepdim=True), totals)
     before = weights.cumsum(-1) - weights

@@ -58,11 +58,11 @@ class _Captured:
 @dataclass(eq=False)
 class GraphStep(WatchedStep):
     """graph: None for steps launched op by op. hidden: of a step in parts that is done, [T, hidden] after the last
-    block. done: a mark after the head."""
+    block. samplings: how each of `rows` is sampled. done: a mark after the head."""
 
     graph: _Captured | None = None
     hidden: Tensor | None = None
-    wishes: Sequence[Row] = ()
+    samplings: Sequence[Row] = ()
     done: Mark | None = None
     num_launched: int = 0  # the session's number of launches at `done`
 
@@ -356,7 +356,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
-        step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
+        step.spans, step.rows, step.samplings = spans, step.batch.rows_of(spans), rows
         if step.parts is not None:
             self._queues.apart = False
             with self._queues.on_prompts():
@@ -371,8 +371,8 @@ class GraphExecutor:
             step.done, step.num_launched = self._queue.mark(), self._session.num_launched
         self.clock.lap(Stage.PROGRAM)
 
-    def _launch_head(self, step: GraphStep, rows: Sequence[int], wishes: Sequence[Row]) -> None:
-        """Compute logits of these rows of the step and sample them. wishes: how each is sampled; empty: argmax of
+    def _launch_head(self, step: GraphStep, rows: Sequence[int], samplings: Sequence[Row]) -> None:
+        """Compute logits of these rows of the step and sample them. samplings: how each is sampled; empty: argmax of
         each."""
         count = len(rows)
         if not count:
@@ -386,8 +386,8 @@ class GraphExecutor:
         if step.hidden is not None:
             self._on.bring(step.hidden, bucket)
         head()
-        if wishes:
-            self._on.sampler.launch(self._on.logits, self._on.best, wishes)
+        if samplings:
+            self._on.sampler.launch(self._on.logits, self._on.best, samplings)
         self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
 
     @torch.inference_mode()
@@ -411,10 +411,10 @@ class GraphExecutor:
         return result
 
     def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[SampledToken]:
-        if not step.wishes:
+        if not step.samplings:
             return []
-        choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)
-        self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
+        choices = self._on.sampler.read(tokens, step.samplings, self._on.logits)
+        self._late |= {row.request for row, choice in zip(step.samplings, choices, strict=True) if choice.late}
         return choices
 
     def _logprobs(
@@ -430,7 +430,7 @@ class GraphExecutor:
         the step that followed would be discarded."""
         if step.graph is None or self._angles.changing or self._session.num_in_flight != 1:
             return False
-        self._late &= {row.request for row in step.wishes}
+        self._late &= {row.request for row in step.samplings}
         return not self._late and all(not span.num_drafts for span in step.batch.spans)
 
     @torch.inference_mode()

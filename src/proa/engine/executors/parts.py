@@ -35,7 +35,7 @@ class BlockByBlock:
     ) -> None:  # fmt: skip
         """kept: block -> buffer that its output is copied to. launching: of a chunk's first row, the context of its
         launches."""
-        self.chunks = chunks
+        self._chunks = chunks
         self._outputs = [_numbered(model.by_parts(chunk.tokens, chunk.step)) for chunk in chunks]
         self._hidden = [chunk.tokens.new_empty(0) for chunk in chunks]  # [T, hidden] each, after its last block
         self._units = self._left = len(chunks) * len(model.blocks)  # ends of blocks: in all, and to come
@@ -51,11 +51,6 @@ class BlockByBlock:
         return 1.0 - self._left / self._units
 
     @property
-    def first_row(self) -> int:
-        """The first row of the chunk that is computed now, or next."""
-        return self.chunks[self._next].first_row
-
-    @property
     def hidden(self) -> Tensor:
         """[T, hidden] of the whole step, after the last block that was computed for all chunks."""
         return self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
@@ -66,11 +61,11 @@ class BlockByBlock:
         count = 0
         while count < units and self._left:
             chunk = self._next
-            first = self.chunks[chunk].first_row
+            first = self._chunks[chunk].first_row
             with self._launching(first):
                 block, hidden = next(self._outputs[chunk])
             count += 1
-            self._next = (chunk + 1) % len(self.chunks)
+            self._next = (chunk + 1) % len(self._chunks)
             if hidden is None:
                 continue
             if block in self._kept:

@@ -127,9 +127,9 @@ class Scheduler:
         if request is None or request.state is State.FINISHED:
             return False
         if any(item.request is request for plan in self._flying for item in plan.items):
-            request.finish("abort")  # commit() removes it
+            request.finish()  # commit() removes it
         else:
-            self._remove(request, "abort")
+            self._remove(request)
         return True
 
     # ---- a step
@@ -239,7 +239,7 @@ class Scheduler:
             request = item.request
             if request.state is State.FINISHED:
                 if self._requests.get(request.id) is request:  # else it ended at the last commit
-                    self._remove(request, "abort")
+                    self._remove(request)
                 continue
             if request.id in void:  # its KV and recurrent states may follow from a token that was not sampled
                 self._preempt(request)
@@ -251,8 +251,8 @@ class Scheduler:
             self._share_full_pages(request)
             if self._copying:
                 self._copying.keep(item)
-            if item.samples and (reason := events[-1].finish):
-                self._remove(request, reason)
+            if item.samples and events[-1].finish:
+                self._remove(request)
         return events
 
     def _land(self, plan: StepPlan) -> None:
@@ -472,14 +472,14 @@ class Scheduler:
             request.pages = [*request.pages[:first], *held, *request.pages[last:]]
         self.behind.shared(request)
 
-    def _remove(self, request: Request, reason: FinishReason) -> None:
+    def _remove(self, request: Request) -> None:
         if self._copying:
             self._copying.end(request)
         (self._waiting if request.state is State.WAITING else self._running).remove(request)
         self._release(request)
         del self._requests[request.id]
         if request.state is not State.FINISHED:
-            request.finish(reason)
+            request.finish()
 
     def _pages_needed(self, request: Request) -> int:
         """Number of additional pages for all the request's tokens and the drafts of the next step."""
