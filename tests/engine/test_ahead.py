@@ -76,7 +76,7 @@ class Case:
         limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
         self.pages = PageAllocator(num_pages)
         scheduler = Scheduler(limits, self.pages, prefixes(decoder.spec, limits, self.pages), RULES)
-        runner = Runner(self.executor, PAGE_TOKENS)
+        runner = Runner(self.executor)
         self.engine = Engine(runner, scheduler, decoder.spec.vocab)
 
     @property

@@ -57,7 +57,7 @@ def engine_of(
     executor.launch = noted  # type: ignore[method-assign]
     allocator = PageAllocator(PAGES)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES)
-    runner = Runner(executor, PAGE_TOKENS, overlap=ahead)
+    runner = Runner(executor, overlap=ahead)
     return Engine(runner, scheduler, model.spec.vocab), follows
 
 

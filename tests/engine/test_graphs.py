@@ -71,7 +71,7 @@ class Case:
         limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
         allocator = PageAllocator(PAGES)
         scheduler = Scheduler(limits, allocator, prefixes(decoder.spec, limits, allocator), RULES, turns=turns)
-        runner = Runner(self.executor, PAGE_TOKENS, overlap=overlap)
+        runner = Runner(self.executor, overlap=overlap)
         self.engine = Engine(
             runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, GapLimit(factor=2.0)) if turns else None
         )

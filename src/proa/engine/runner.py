@@ -48,9 +48,9 @@ class Flight:
 
 
 class Runner:
-    def __init__(self, executor: Executor[Any], page_tokens: int, *, overlap: bool = True) -> None:
+    def __init__(self, executor: Executor[Any], *, overlap: bool = True) -> None:
         """overlap: launch a step before the results of the last one are taken, where the executor can."""
-        self.executor, self.page_tokens, self._overlap = executor, page_tokens, overlap
+        self.executor, self._overlap = executor, overlap
 
     def run(self, plan: StepPlan) -> StepOutput:
         """A whole step."""

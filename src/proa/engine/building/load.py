@@ -76,7 +76,7 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     bound = build.bind(report)
-    runner = Runner(bound.executor, plan.page_tokens)
+    runner = Runner(bound.executor)
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
     tiers = new_tiers(plan, checkpoint, bound.executor.caches, cpus)
     turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers, bound.lender)
@@ -176,9 +176,9 @@ class _Eager:
             self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
         )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
-        trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
         if not plan.deterministic:  # torch's sums depend on the number of threads
-            choose_threads(self._executor, Runner(self._executor, plan.page_tokens), plan.threads, trial_tokens)
+            tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
+            choose_threads(self._executor, Runner(self._executor), plan.threads, tokens, plan.page_tokens)
         return Bound(self._executor)
 
     def ready(self, load_seconds: float) -> Ready:

@@ -51,6 +51,11 @@ class BlockByBlock:
         return 1.0 - self._left / self._units
 
     @property
+    def first_row(self) -> int:
+        """The first row of the chunk that is computed now, or next."""
+        return self._chunks[self._next].first_row
+
+    @property
     def hidden(self) -> Tensor:
         """[T, hidden] of the whole step, after the last block that was computed for all chunks."""
         return self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
