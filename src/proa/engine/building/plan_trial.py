@@ -140,7 +140,7 @@ class PlanTrial:
 
 
 def _folder() -> tuple[Path | None, str]:
-    """Where results are kept; without a home folder None, and why."""
+    """The folder of kept results; without a home folder None, and why."""
     try:
         return read_env().cache / "trials", ""
     except UsageError as error:

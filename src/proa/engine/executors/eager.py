@@ -45,9 +45,9 @@ class EagerStep(WatchedStep):
 
 @dataclass(frozen=True)
 class LikeGpu:
-    """What is done as on a GPU. Not faster here: all is computed when it is launched.
+    """Schedules that a GPU allows. They are not faster here: all is computed when it is launched.
 
-    overlap, beside: launch(after=...), and steps in parts beside whole ones, are allowed. chunk_rows: most rows of a
+    overlap, beside: launch(after=...), and steps in parts beside whole ones, are possible. chunk_rows: most rows of a
     step in parts that are computed at once. cells: see StepLimits; sampled rows are then scored one by one, since the
     bits of torch's products depend on the number of rows."""
 
