@@ -43,8 +43,8 @@ COPIES, RULES = 12, CopyRules(every_tokens=1, cut_tokens=1, asking_tokens=1)  # 
 class RecordingRunner(Runner):
     """Records logits[request id][position] of every row computed; a later computation replaces an earlier one."""
 
-    def __init__(self, executor: Executor[Any], page_tokens: int) -> None:
-        super().__init__(executor, page_tokens, overlap=False)
+    def __init__(self, executor: Executor[Any]) -> None:
+        super().__init__(executor, overlap=False)
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.rows_computed = 0
 
@@ -130,7 +130,7 @@ def make_engine(
         rows=max(max_batch_tokens, max_running), sequences=max_running, context_tokens=num_pages * page_tokens,
         page_tokens=page_tokens, head_rows=HEAD_ROWS,
     )  # fmt: skip
-    runner = RecordingRunner(model.make(steps, num_pages), page_tokens)
+    runner = RecordingRunner(model.make(steps, num_pages))
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator) if prefix_cache else None, RULES)
     return Engine(runner, scheduler, model.spec.vocab), runner
 

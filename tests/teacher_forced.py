@@ -146,7 +146,7 @@ class Turns:
 
     def _in_parts(self, sequence: int) -> None:
         batch = self._batch([(sequence, self.PROMPTS[sequence])])
-        step = self._executor.launch(batch, in_parts=True)
+        step = self._executor.launch_in_parts(batch)
         while not self._executor.advance(step, 1):
             self._decode((0, 1))
         self._take(batch, step)

@@ -120,13 +120,13 @@ def set_way(engine: Engine, way: str, at_first: Queues) -> object:
     executor, runner = engine.runner.executor, engine.runner
     device, kept = executor._queues.steps.device, None  # type: ignore[attr-defined]
     vars(runner).pop("runs_beside", None)
-    vars(runner).pop("launch_beside", None)
+    vars(runner).pop("launch_in_parts", None)
     prompts, hybrid = at_first.prompts, executor._session._session  # type: ignore[attr-defined]
     vars(hybrid).pop("_pause_co_fetch", None)
     if way == "turns":
-        launch, hybrid._pause_co_fetch = type(runner).launch_beside, lambda: None
+        launch, hybrid._pause_co_fetch = type(runner).launch_in_parts, lambda: None
         runner.runs_beside = lambda flight: False  # type: ignore[method-assign]
-        runner.launch_beside = lambda plan, share: launch(runner, plan, 0.0)  # type: ignore[method-assign]
+        runner.launch_in_parts = lambda plan, share=0.0: launch(runner, plan)  # type: ignore[method-assign]
     elif way == "co-fetch":
         hybrid._pause_co_fetch = lambda: None
     elif way == "equal":

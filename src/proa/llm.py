@@ -42,7 +42,7 @@ _PROMPT_END_TOKENS = 64  # enough to see in which state a prompt leaves its answ
 
 
 class TextSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What another process needs to tokenise and check this model's requests."""
+    """Everything with which another process can tokenise and check this model's requests."""
 
     plan: Plan
     tokenizer_path: str

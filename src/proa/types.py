@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer's text must match, from its first to its last character.
+    """The form that an answer's text must have, from its first to its last character.
 
     text: a JSON Schema; a regular expression; a JSON list of strings; a grammar in Lark or GBNF syntax; Tags as JSON.
     whitespace: regular expression of the text between two JSON tokens, `None`: a space, or a line break and up to 20

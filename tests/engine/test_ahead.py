@@ -43,10 +43,10 @@ class FollowingExecutor(EagerExecutor):
     def follows(self) -> int:
         return len(self.rows)
 
-    def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
+    def launch(self, batch: StepBatch, after: EagerStep | None = None) -> EagerStep:
         if after is not None:
             self.rows.append(len(batch.spans))
-        self.unread.append(super().launch(batch, after, in_parts=in_parts))
+        self.unread.append(super().launch(batch, after))
         return self.unread[-1]
 
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
@@ -76,7 +76,7 @@ class Case:
         limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
         self.pages = PageAllocator(num_pages)
         scheduler = Scheduler(limits, self.pages, prefixes(decoder.spec, limits, self.pages), RULES)
-        runner = Runner(self.executor, PAGE_TOKENS)
+        runner = Runner(self.executor)
         self.engine = Engine(runner, scheduler, decoder.spec.vocab)
 
     @property

@@ -49,15 +49,15 @@ def engine_of(
     follows: list[int] = []
     launch = executor.launch
 
-    def noted(batch: StepBatch, after: Any = None, *, in_parts: bool = False) -> Any:
+    def noted(batch: StepBatch, after: Any = None) -> Any:
         if after is not None:
             follows.append(len(batch.spans))
-        return launch(batch, after, in_parts=in_parts)
+        return launch(batch, after)
 
     executor.launch = noted  # type: ignore[method-assign]
     allocator = PageAllocator(PAGES)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES)
-    runner = Runner(executor, PAGE_TOKENS, overlap=ahead)
+    runner = Runner(executor, overlap=ahead)
     return Engine(runner, scheduler, model.spec.vocab), follows
 
 

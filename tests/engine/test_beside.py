@@ -91,7 +91,7 @@ class Case:
         self.position = 0
 
     def prompt(self, count: int, share: float = 0.6) -> GraphStep:
-        return self.executor.launch_beside(StepBatch([span(count)]), share)
+        return self.executor.launch_in_parts(StepBatch([span(count)]), share)
 
     def decode(self) -> None:
         """One step of another sequence."""
@@ -199,7 +199,7 @@ def test_only_long_chunks_may_run_beside(tokens: int, over: bool, may: bool, dec
 
 def test_a_prompt_that_began_alone_goes_on_beside_decode(decoder: Decoder) -> None:
     case = Case(decoder)
-    step = case.executor.launch(StepBatch([span(300)]), in_parts=True)
+    step = case.executor.launch_in_parts(StepBatch([span(300)]))
     case.executor.advance(step, 2)
     assert not case.queues.apart
     while not case.executor.keep_ahead(step):
@@ -229,12 +229,11 @@ class Simulated:
         self.now_s, self.calls, self.shares = 0.0, list[str](), list[float]()
         self.executor = SimpleNamespace(pace=lambda: Pace(step_s if self.now_s else 0.0, block_s))
 
-    def launch_beside(self, plan: Any, share: float) -> Any:
+    def launch_in_parts(self, plan: Any, share: float | None = None) -> Any:
+        if share is None:
+            return SimpleNamespace(plan=plan, left=2, over=True, age_s=lambda: 1.0)
         self.shares.append(share)
         return SimpleNamespace(plan=plan, left=self.blocks, age_s=lambda: 1.0)
-
-    def launch(self, plan: Any, *, in_parts: bool) -> Any:
-        return SimpleNamespace(plan=plan, left=2, over=True, age_s=lambda: 1.0)
 
     def runs_beside(self, flight: Any) -> bool:
         return not hasattr(flight, "over")

@@ -317,7 +317,7 @@ def test_both_have_the_logits_of_one_after_the_other(kind: str, ring: int, pool:
 def together(executor: Executor[Any], count: int, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a pass of `count` tokens, and of 40 decode steps of another sequence, the first of them during it."""
     jobs, decoded = executor.counters().jobs, []
-    step = executor.launch_beside(StepBatch([Span(prompt(count), 0, list(range(200)), count, 0)]), 0.6)
+    step = executor.launch_in_parts(StepBatch([Span(prompt(count), 0, list(range(200)), count, 0)]), 0.6)
     assert executor.runs_beside(step)
     while not beside and not executor.advance(step, 1):
         pass

@@ -69,7 +69,7 @@ def engine_of(decoder: Decoder, kind: str = "eager", *, num_pages: int = 100, tu
     limits = Limits(CONTEXT, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
     pages = PageAllocator(num_pages)
     scheduler = Scheduler(limits, pages, prefixes(decoder.spec, limits, pages), RULES, turns=turns)
-    runner = Runner(executor_of(decoder, kind, num_pages), PAGE_TOKENS)
+    runner = Runner(executor_of(decoder, kind, num_pages))
     return Engine(
         runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, GapLimit(factor=2.0)) if turns else None
     )

@@ -71,17 +71,17 @@ class Case:
         limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
         allocator = PageAllocator(PAGES)
         scheduler = Scheduler(limits, allocator, prefixes(decoder.spec, limits, allocator), RULES, turns=turns)
-        runner = Runner(self.executor, PAGE_TOKENS, overlap=overlap)
+        runner = Runner(self.executor, overlap=overlap)
         self.engine = Engine(
             runner, scheduler, decoder.spec.vocab, turns=PrefillTurns(runner, GapLimit(factor=2.0)) if turns else None
         )
         self.followed: list[int] = []  # of each step launched ahead, its sequences
         launch = self.executor.launch
 
-        def noted(batch: StepBatch, after: Any = None, *, in_parts: bool = False) -> Any:
+        def noted(batch: StepBatch, after: Any = None) -> Any:
             if after is not None:
                 self.followed.append(len(batch.spans))
-            return launch(batch, after, in_parts=in_parts)
+            return launch(batch, after)
 
         self.executor.launch = noted  # type: ignore[method-assign]
         if turns:
@@ -260,7 +260,7 @@ def test_outputs_of_named_blocks_are_kept(kind: str, in_parts: bool, tmp_path: P
         else:
             assert loaded.decoder is not None
             executor = executor_of(loaded.decoder, kind, kept_blocks=(0, last))
-        step = executor.launch(StepBatch(spans, [0, 1]), in_parts=in_parts)
+        step = (executor.launch_in_parts if in_parts else executor.launch)(StepBatch(spans, [0, 1]))
         while in_parts and not executor.advance(step, 1):
             pass
         executor.sample(step, [], [])

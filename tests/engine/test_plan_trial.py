@@ -275,7 +275,7 @@ def test_graphs_of_each_plan(folder: Path) -> None:
     kept = {key: graph for key, graph in executor._graphs.items() if key[2] == 0}
     executor.keep_graphs()
     assert executor._graphs == kept
-    runner = Runner(executor, of.page_tokens)
+    runner = Runner(executor)
     again = Engine(runner, new_scheduler(of), engine.vocab, turns=new_turns(runner, of))
     assert len(answer(again)) == 24
     assert executor._graphs == kept

@@ -223,7 +223,7 @@ def test_step_in_parts(spec: Model, pool: Pool) -> None:
         for in_parts in (False, True):
             executor = model.make(LIMITS, PAGES)
             batch = StepBatch((Span(PROMPT, 0, PLACES, len(PROMPT), 2),))
-            step = executor.launch(batch, in_parts=in_parts)
+            step = (executor.launch_in_parts if in_parts else executor.launch)(batch)
             while in_parts and not executor.advance(step, 1):
                 executor.wait(executor.launch(StepBatch((Span([9], 0, [3], 1, 1),))))
             executor.sample(step, (), ())

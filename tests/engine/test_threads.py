@@ -49,16 +49,16 @@ def test_the_fastest_wins_for_decode_and_prefill_each(
     model: Loaded, one: float, two: float, four: float, best: int
 ) -> None:
     executor = eager(model)
-    runner = TimedRunner(executor, 16)
+    runner = TimedRunner(executor)
     slow_prefill = {(64, 1): 0.02, (64, 2): 0.005, (64, 4): 0.02}
     runner.seconds = {(1, 1): one, (1, 2): two, (1, 4): four, **slow_prefill}
-    choose_threads(executor, runner, 4, 64)
+    choose_threads(executor, runner, 4, 64, 16)
     assert (executor.decode_threads, executor.prefill_threads) == (best, 2)
 
 
 def test_a_real_runner_can_be_timed(model: Loaded) -> None:
     before = torch.get_num_threads()
     executor = eager(model)
-    choose_threads(executor, Runner(executor, 16), 2, 64)
+    choose_threads(executor, Runner(executor), 2, 64, 16)
     torch.set_num_threads(before)
     assert {executor.decode_threads, executor.prefill_threads} <= {1, 2}

@@ -113,7 +113,7 @@ def test_a_step_in_parts_has_the_bits_of_a_whole_step(
     model, found = load(kind, family), []
     for turns in (False, True):
         executor = case_of(model).executor
-        step = executor.launch(StepBatch(spans([11, 9], 0, 0)), in_parts=turns)
+        step = (executor.launch_in_parts if turns else executor.launch)(StepBatch(spans([11, 9], 0, 0)))
         if turns:
             done = False
             for others in range(1, RUNNING):
@@ -487,13 +487,13 @@ def test_a_prompt_is_cut_only_beside_decode(
     finish_all(case.engine)
     if decoding:
         decode(case, 1, 100)
-    launch = case.executor.launch_beside
+    launch = case.executor.launch_in_parts
 
     def noted(batch: StepBatch, share: float) -> object:
         launched.append(batch.num_tokens)
         return launch(batch, share)
 
-    case.executor.launch_beside = noted  # type: ignore[method-assign]
+    case.executor.launch_in_parts = noted  # type: ignore[method-assign]
     case.engine.submit(request("prompt", prompt(180), 2))
     finish_all(case.engine)
     assert launched == lengths

@@ -32,14 +32,10 @@ class Simulated:
     def pace(self) -> Pace:
         return Pace(self.step_s if self.now_s else 0.0, self.block_s)
 
-    def launch(self, plan: Any, *, in_parts: bool) -> Any:
-        assert in_parts
+    def launch_in_parts(self, plan: Any, share: float = 0.0) -> Any:
         self.block_s = 0.0
         self.lengths.append(plan.num_tokens)
         return SimpleNamespace(plan=plan, left=BLOCKS)
-
-    def launch_beside(self, plan: Any, share: float) -> Any:
-        return self.launch(plan, in_parts=True)
 
     def runs_beside(self, flight: Any) -> bool:
         return False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from proa.engine.executors.batch import Span
+from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.session import NoSession
-from proa.engine.executors.watch import Health, WatchedSession
+from proa.engine.executors.watch import WatchedSession, WatchedStep
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
@@ -63,29 +63,28 @@ def test_an_early_fault_waits_for_its_own_step() -> None:
     """Two steps in flight: faults of the second are read with the first, but a request fails only by its own logits."""
     device = Device([Fault(0, 0, "a"), Fault(5, 1, "b")], None)
     session = WatchedSession(device, SPEC)
-    first, second = Health(), Health(followed=True)
-    decode = [Span([1], 3, [0], 1)] * 6
-    found = session.faults_of(decode, first, {0}, all_scored=True, next_step=(decode, second))
+    decode = StepBatch([Span([1], 3, [0], 1)] * 6)
+    second = WatchedStep(decode, followed=True)
+    found = session.faults_of(WatchedStep(decode, next_step=second), {0}, all_scored=True)
     assert {i: why.partition(", ")[2] for i, why in found.items()} == {0: "from a."}
     device.found = []
     assert second.doubtful, "row 0 is computed in the next step too"
-    assert session.faults_of(decode, second, {5}, all_scored=True, next_step=None) == {
-        5: "NaN or infinity in layer 2, from b."
-    }
+    assert session.faults_of(second, {5}, all_scored=True) == {5: "NaN or infinity in layer 2, from b."}
 
 
 def test_moved_rows_get_no_reason() -> None:
     device = Device([Fault(1, 0, "a")], None)
     session = WatchedSession(device, SPEC)
     decode = [Span([1], 3, [0], 1)] * 3
-    fewer = Health(followed=True)
-    assert session.faults_of(decode, Health(), {1}, all_scored=True, next_step=(decode[:2], fewer)) == {}
+    fewer = WatchedStep(StepBatch(decode[:2]), followed=True)
+    assert session.faults_of(WatchedStep(StepBatch(decode), next_step=fewer), {1}, all_scored=True) == {}
     assert fewer.early == {}
 
 
 def test_decode_with_finite_logits_reads_nothing() -> None:
     device = Device([Fault(1, 0, "a")], None)
     session = WatchedSession(device, SPEC)
-    assert session.faults_of(STEP, Health(), (), all_scored=True, next_step=None) == {}
+    step = WatchedStep(StepBatch(STEP))
+    assert session.faults_of(step, (), all_scored=True) == {}
     assert device.asked == []
-    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None), "prefill: notes are always read"
+    assert session.faults_of(step, (), all_scored=False), "prefill: notes are always read"

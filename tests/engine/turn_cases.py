@@ -60,7 +60,7 @@ def case_of(
     executor.pace = lambda: Pace(*durations)  # type: ignore[method-assign]
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=turns)
-    runner = Runner(executor, PAGE_TOKENS)
+    runner = Runner(executor)
     fixed = pass_rows > 0
     made = PrefillTurns(runner, GapLimit(factor=2.0), fixed=fixed, over_tokens=over_rows) if turns else None
     if made is not None:

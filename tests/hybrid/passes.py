@@ -63,7 +63,7 @@ def spans(texts: list[list[int]], start: int = 0) -> list[Span]:
 
 def passed(executor: Executor[Any], batch: StepBatch, between: Callable[[], None] = lambda: None) -> Tensor:
     """Logits of all rows of a step in parts. between: called after each part."""
-    step = executor.launch(batch, in_parts=True)
+    step = executor.launch_in_parts(batch)
     while not executor.advance(step, 1):
         between()
     executor.sample(step, (), ())

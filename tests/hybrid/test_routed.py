@@ -135,7 +135,7 @@ def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> 
     batch = StepBatch(spans(prompts([120])))
     want = passed(executor, batch)
     for units in (0, 1, 3):
-        step = executor.launch(StepBatch(spans(prompts([90]))), in_parts=True)
+        step = executor.launch_in_parts(StepBatch(spans(prompts([90]))))
         executor.advance(step, units)
         executor.cancel(step)
     again = passed(executor, batch)

@@ -151,7 +151,7 @@ def test_a_cancelled_pass_leaves_the_next_one_right(device: str, ring: int, load
     texts = prompts([120])
     want = passed(executor, StepBatch(spans(texts)))
     for units in (0, 1, 5, 9):
-        step = executor.launch(StepBatch(spans(prompts([90]))), in_parts=True)
+        step = executor.launch_in_parts(StepBatch(spans(prompts([90]))))
         executor.advance(step, units)
         executor.cancel(step)
     assert torch.equal(passed(executor, StepBatch(spans(texts))), want)
@@ -163,7 +163,7 @@ def test_logprobs_of_a_prompt_longer_than_a_chunk(device: str, load: Load) -> No
     for split, rows in ((Split(0.25), 192), (Split(0.25, prefill="stream", ring_bytes=1 << 22), 48)):
         executor = load("qwen3-moe", split, device, rows=rows)
         asked = [PromptLogprobs(0, 0, texts[0][1:], 2), PromptLogprobs(1, 130, texts[1][1:], 2)]
-        step = executor.launch(StepBatch(spans(texts), prompt_logprobs=asked), in_parts=True)
+        step = executor.launch_in_parts(StepBatch(spans(texts), prompt_logprobs=asked))
         while not executor.advance(step, 3):
             pass
         executor.sample(step, (), ())

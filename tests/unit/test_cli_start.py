@@ -55,8 +55,9 @@ class Recorded:
 
 LOGGING = """
 import logging
+from proa.obs.console import console_err
 from proa.obs.log import setup_logging
-setup_logging({level!r})
+setup_logging({level!r}, console_err())
 for name in ("proa.engine", "uvicorn.error"):
     for level in ("debug", "info", "warning"):
         getattr(logging.getLogger(name), level)("%s says %s", name, level)

@@ -9,6 +9,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.machine.cost.turns import GapLimit
+from proa.plan import split
 from unit.vram_cases import QWEN3_30B, gpu, machine, plan, row
 
 
@@ -62,6 +63,21 @@ def test_the_rule_depends_on_nothing_measured() -> None:
         for rate, more in ((64e9, {}), (4e9, {"threads": 1}), (None, {}))
     ]
     assert len({(one.prompt_cell_tokens, one.streamed_cell_tokens) for one in made}) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_only_prompts_that_run_beside_decode_have_vram_for_it(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ring_bytes(beside_bytes: int) -> int:
+        monkeypatch.setattr(split, "beside_bytes", lambda *args: beside_bytes)
+        made = plan(QWEN3_30B, machine(180, gpu(24)), deterministic=deterministic)
+        assert made.gpu is not None
+        assert made.gpu.ring_bytes > 0
+        assert made.prompts_may_run_beside == (not deterministic)
+        return made.gpu.vram.ring_bytes
+
+    assert ring_bytes(77 << 20) - ring_bytes(0) == (0 if deterministic else 77 << 20)
 
 
 def test_placement_is_static() -> None:

@@ -69,6 +69,8 @@ def allocate_pool(
 def copy_states(caches: Caches, slots: Sequence[tuple[int, int]]) -> None:
     """Copy recurrent states of all layers from the first slot of each pair to the second, pair after pair; on a GPU, on
     the current stream."""
+    if not slots:
+        return
     for state in (state for layer in caches for cache in layer for state in cache.states):
         for source, target in slots:
             state[target].copy_(state[source])

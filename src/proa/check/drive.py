@@ -87,9 +87,9 @@ class _Rows:
 class NotingRunner(Runner):
     """Reads the notes of every step before the next one is launched."""
 
-    def __init__(self, executor: Executor[Any], page_tokens: int, notes: Notes, *, located: bool = False) -> None:
+    def __init__(self, executor: Executor[Any], notes: Notes, *, located: bool = False) -> None:
         """located: see notes.watch."""
-        super().__init__(executor, page_tokens, overlap=False)
+        super().__init__(executor, overlap=False)
         self._notes, self._places = notes, places(executor.spec, located=located)
         self.requests: dict[str, _Rows] = {}
         self._steps = 0

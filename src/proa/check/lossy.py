@@ -106,7 +106,7 @@ def _decode(
     torch.set_flush_denormal(True)
     build = new_build(plan, checkpoint, declared, Timeline())
     fill(build, plan, checkpoint, declared, lambda loading: None)
-    executor = build.runner(lambda loading: None).executor
+    executor = build.bind(lambda loading: None).executor
     generator = torch.Generator().manual_seed(seed)
     tokens, rows = [], []
     for number, prompt in enumerate(prompts):

@@ -43,15 +43,15 @@ def observe(path: Path, of: Adapted, sample: Sample, texts: Texts) -> Observed |
     notes = _notes(build, plan)
     watch(build.model, notes, located=path.in_place)
     fill(build, plan, checkpoint, declared, lambda loading: None)
-    executor = build.runner(lambda loading: None).executor
+    executor = build.bind(lambda loading: None).executor
     vocab, caches = declared.spec.vocab, executor.caches
     if path.streams is not Streams.NOTHING and (why := _not_given(build, "prefill", "cpu")):
         return why
     if path.in_place and (why := _not_given(build, "co-fetch", "off")):
         return why
-    if path.moving and not _move(_engine(Runner(executor, plan.page_tokens), plan, vocab), vocab):
+    if path.moving and not _move(_engine(Runner(executor), plan, vocab), vocab):
         return f"no expert moved in {MOVE_ROUNDS} prompts"
-    runner = NotingRunner(executor, plan.page_tokens, notes, located=path.in_place)
+    runner = NotingRunner(executor, notes, located=path.in_place)
 
     def tiers(plan: Plan) -> PageTiers | None:
         return new_tiers(plan, checkpoint, caches, os.sched_getaffinity(0), _RUN_PAGES)

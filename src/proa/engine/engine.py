@@ -91,9 +91,9 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Take the results of the oldest step in flight, or of a new one; none if all requests wait for pages that are
-        restored, or for memory that is being copied. The next step is launched before that if the
-        executor can continue without the sampled tokens on the host. Returns the step's events."""
+        """Take the results of the oldest step in flight, or of a new one, and return its events; none if all requests
+        wait for pages that are restored or given back. Before the results are taken, the next step is launched if the
+        executor can continue without the sampled tokens on the host."""
         flight = self._oldest()
         self.stalls = flight is None and self.scheduler.stalls
         if flight is None:

@@ -1,8 +1,7 @@
 """Typed messages between the API process and the engine process: msgpack, no pickle. Never: logic.
 
 Frontend -> engine: Start once, then Submit and Abort, a Vocabulary before the first request with a constraint, at last
-Shutdown. Engine -> frontend: Loading*, then Ready or
-Failed, then Tokens, Refused and Stats until the end.
+Shutdown. Engine -> frontend: Loading*, then Ready or Failed, then Tokens, Refused and Stats until the end.
 """
 
 from __future__ import annotations

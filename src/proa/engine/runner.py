@@ -48,9 +48,9 @@ class Flight:
 
 
 class Runner:
-    def __init__(self, executor: Executor[Any], page_tokens: int, *, overlap: bool = True) -> None:
+    def __init__(self, executor: Executor[Any], *, overlap: bool = True) -> None:
         """overlap: launch a step before the results of the last one are taken, where the executor can."""
-        self.executor, self.page_tokens, self._overlap = executor, page_tokens, overlap
+        self.executor, self._overlap = executor, overlap
 
     def run(self, plan: StepPlan) -> StepOutput:
         """A whole step."""
@@ -58,16 +58,16 @@ class Runner:
         self.sample(flight, lambda item: True)
         return self.wait(flight)
 
-    def launch(self, plan: StepPlan, after: Flight | None = None, *, in_parts: bool = False) -> Flight:
+    def launch(self, plan: StepPlan, after: Flight | None = None) -> Flight:
         """See Executor. after: the plan's items continue those that counted there."""
         began_s, batch = time.perf_counter(), step_batch(plan, follows=after is not None)
-        step = self.executor.launch(batch, None if after is None else after.step, in_parts=in_parts)
-        return Flight(plan, step, batch, began_s, not in_parts)
+        step = self.executor.launch(batch, None if after is None else after.step)
+        return Flight(plan, step, batch, began_s)
 
-    def launch_beside(self, plan: StepPlan, share: float) -> Flight:
+    def launch_in_parts(self, plan: StepPlan, share: float = 0.0) -> Flight:
         """See Executor."""
         began_s, batch = time.perf_counter(), step_batch(plan)
-        return Flight(plan, self.executor.launch_beside(batch, share), batch, began_s, step_is_whole=False)
+        return Flight(plan, self.executor.launch_in_parts(batch, share), batch, began_s, step_is_whole=False)
 
     def runs_beside(self, flight: Flight) -> bool:
         return self.executor.runs_beside(flight.step)

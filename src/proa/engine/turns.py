@@ -35,13 +35,13 @@ from proa.obs.units import format_ms
 
 log = logging.getLogger(__name__)
 
-STEPS = 5  # the undisturbed gap is the median of so many decode steps
+STEPS = 5  # the undisturbed gap is the median of this many decode steps
 _SAID_AFTER = 8  # turns with blocks that do not fit, after which the log says so
 MOST_OVER = 3  # gaps beyond the limit, after which a prefill step beside decode steps goes on in turns with them
 
 
 class NoTurns:
-    """Prefill and decode share steps (ordinary chunked prefill)."""
+    """Prefill and decode share steps (ordinary chunked prefill), so there is nothing to do."""
 
     most_tokens: int | None = None  # no limit of prefill tokens beside that of the step
     limit_s = 0.0
@@ -169,11 +169,11 @@ class PrefillTurns:
 
     def _launched(self, plan: StepPlan) -> Flight:
         if self._held:
-            return self._runner.launch(plan, in_parts=True)
+            return self._runner.launch_in_parts(plan)
         self._beside.begin()
         step_s, allowance_s = self._step_s, self._allowance_s
         share = allowance_s / (allowance_s + step_s) if self._decoding and step_s else 0.0
-        return self._runner.launch_beside(plan, share)
+        return self._runner.launch_in_parts(plan, share)
 
     def prefill(self) -> None:
         """Compute the blocks that are due. Called after a decode step was launched."""
@@ -215,15 +215,15 @@ class PrefillTurns:
             self._learned = tokens, block_s
 
     def finish(self) -> None:
-        """Compute blocks for about 0.03 s (blocks_alone), or all that are left. Called when no request decodes. New
-        requests and cancellations are seen in between."""
+        """Compute blocks for about 0.03 s (blocks_alone), or all that are left, so that new requests and cancellations
+        are seen soon. Called when no request decodes."""
         self.rest()
         if self._held and not self._done:
             block_s = self._runner.executor.pace().block_s
             self._done = self._runner.advance(self._held[-1], blocks_alone(block_s))
 
     def rest(self) -> None:
-        """No request decodes any more: the next prefill step need not fit between decode steps."""
+        """Note that no request decodes any more: the next prefill step need not fit between decode steps."""
         self._decoding = False
         self._beside.interrupt()
 
@@ -251,11 +251,11 @@ class _Beside:
         self._over, self._last_s = 0, 0.0
 
     def begin(self) -> None:
-        """Another prefill step comes."""
+        """Start anew for another prefill step."""
         self.exceeded, self._over, self._last_s = False, 0, 0.0
 
     def interrupt(self) -> None:
-        """The next gap is not one beside the step: it begins in a turn, or with no request that decodes."""
+        """Do not count the next gap: it begins in a turn of prefill, or no request decodes."""
         self._last_s = 0.0
 
     def exceeds(self, now_s: float, limit_s: float) -> bool:
@@ -276,7 +276,7 @@ class _Notices:
         self._said_beside = False
 
     def give_up(self, limit_s: float) -> None:
-        """A prefill step ran beside decode steps, with too long gaps."""
+        """Say that gaps were too long beside a prefill step."""
         if not self._said_beside:
             self._said_beside = True
             log.warning(

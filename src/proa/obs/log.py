@@ -7,11 +7,9 @@ import logging
 from rich.console import Console
 from rich.logging import RichHandler
 
-from proa.obs.console import console_err
 from proa.obs.log_writer import LogWriter
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
 
 REPEAT_S = 10.0  # a line that comes again within this time is counted
 _MOST_LINES = 1000  # remembered at once
@@ -22,9 +20,8 @@ class Repeats(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[
-            tuple[str, str], tuple[float, int]
-        ] = {}  # line -> (time of the last one logged, dropped since)
+        # By line: the time of the last one logged, and the number dropped since.
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         line = (record.name, record.getMessage())
@@ -41,13 +38,12 @@ class Repeats(logging.Filter):
         return True
 
 
-def setup_logging(level: str, console: Console | None = None) -> None:
+def setup_logging(level: str, console: Console) -> None:
     """Log to stderr: Proa's records from `level` up, other libraries' from warning up (with "debug", all).
 
     A terminal gets rich's handler on `console`, so that log lines and progress bars do not overwrite each other; a file
     or pipe gets plain lines.
     """
-    console = console or console_err()
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=level == "debug", rich_tracebacks=False, markup=False)

@@ -256,6 +256,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return Cells(self.prompt_cell_tokens, self.streamed_cell_tokens)
 
     @property
+    def prompts_may_run_beside(self) -> bool:
+        """Whether prompts may be computed on a stream of their own while requests decode (docs/decisions/069). Not in
+        cells: their bits must not depend on what else runs."""
+        return self.gpu is not None and self.gpu.ring_bytes > 0 and self.cells is None
+
+    @property
     def state_slots(self) -> int:
         """Number of state slots: of running requests, then of copies."""
         return self.max_running + self.state_copies

@@ -294,8 +294,9 @@ def _ring(
     if not layers:
         return RingPlan()
     ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, context_tokens)
-    nbytes = 0 if gpu.simulated or not ring.nbytes else beside_bytes(case.spec, case.stored, batch_tokens)
-    return replace(ring, rows_bytes=ring.rows_bytes + nbytes)
+    if gpu.simulated or not ring.nbytes or ring.cells is not None:  # see Plan.prompts_may_run_beside
+        return ring
+    return replace(ring, rows_bytes=ring.rows_bytes + beside_bytes(case.spec, case.stored, batch_tokens))
 
 
 def _place_with_ring(

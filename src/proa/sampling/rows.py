@@ -49,12 +49,17 @@ class Row(msgspec.Struct):
     @property
     def delays_end(self) -> bool:
         """True if min_tokens forbids eos and stop tokens here. A matcher does that itself."""
-        return len(self.tokens) - self.num_prompt < self.sampling.min_tokens and self.matcher is None
+        return self.num_output < self.sampling.min_tokens and self.matcher is None
 
     @property
     def is_adjusted(self) -> bool:
         """True if the request changes single logits before sampling."""
         return self.edits or self.delays_end
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the token is sampled from the most likely ones only: top-k, top-p or min-p is set."""
+        return self.sampling.top_k > 0 or self.sampling.top_p < 1.0 or self.sampling.min_p > 0.0
 
     @property
     def fault(self) -> str:

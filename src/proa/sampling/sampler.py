@@ -32,17 +32,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
     for r, row in enumerate(rows):
         if row.sampling.temperature > 0:
-            by_method.setdefault(_sample_truncated if _is_truncated(row) else _sample_full, []).append(r)
+            by_method.setdefault(_sample_truncated if row.is_truncated else _sample_full, []).append(r)
         else:
             tokens[r] = int(scores[r].argmax())
     for draw, chosen in by_method.items():
         for r, token in zip(chosen, draw(scores[chosen], [rows[r] for r in chosen]), strict=True):
             tokens[r] = token
     return tokens
-
-
-def _is_truncated(row: Row) -> bool:
-    return row.sampling.top_k > 0 or row.sampling.top_p < 1.0 or row.sampling.min_p > 0.0
 
 
 def _sample_full(scores: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -104,11 +100,11 @@ def _truncate(weights: Tensor, totals: Tensor, rows: Sequence[Row]) -> tuple[Ten
     Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
     token is always kept.
     """
-    wishes = [row.sampling for row in rows]
+    samplings = [row.sampling for row in rows]
     num_weights = weights.shape[-1]
-    top_k = torch.tensor([s.top_k or 2**62 for s in wishes])[:, None]
-    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in wishes], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([s.min_p for s in wishes], dtype=torch.float64)[:, None]
+    top_k = torch.tensor([s.top_k or 2**62 for s in samplings])[:, None]
+    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in samplings], dtype=torch.float64)[:, None]
+    min_p = torch.tensor([s.min_p for s in samplings], dtype=torch.float64)[:, None]
     kept = torch.arange(num_weights) < top_k
     mass = torch.where(top_k <= num_weights, (weights * kept).sum(-1, keepdim=True), totals)
     before = weights.cumsum(-1) - weights

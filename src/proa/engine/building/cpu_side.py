@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
+
 from proa.engine.executors.crew import Crew
+from proa.engine.ipc import Ready
 from proa.machine.claims import CpuClaim
 from proa.machine.topology import UNBOUND
+from proa.machine.usage import peak_rss_bytes
 from proa.native.pool import Pool
 from proa.ops.packed import Memory
+from proa.ops.table import Ops
 from proa.plan.plan import Workers
 from proa.types import Decision
 
@@ -40,6 +46,24 @@ class CpuSide:
         """Add a decision if some weights are not on their planned memory node."""
         if why := self.memory.unbound():
             self.decisions.append(Decision("NUMA memory", "bind", "unbound", why))
+
+    def ready(
+        self, load_seconds: float, ops: str, vram_bytes: int = 0, decisions: Sequence[Decision] = ()
+    ) -> Ready:  # fmt: skip
+        """The Ready message. ops: what computes the model's ops. vram_bytes: of weights on a GPU. decisions: those that
+        follow the workers' own."""
+        formats = dict(self.memory.bytes_by_format)
+        return Ready(
+            load_seconds=load_seconds,
+            weights_bytes=sum(formats.values()) + vram_bytes,
+            ops={field.name: ops for field in fields(Ops)},
+            decode_threads=sum(self.crew.few),
+            prefill_threads=sum(self.crew.many),
+            peak_rss_bytes=peak_rss_bytes(),
+            formats=formats,
+            pages=self.memory.pages(),
+            decisions=(*self.decisions, *decisions),
+        )
 
     def _claim(self) -> CpuClaim | None:
         try:

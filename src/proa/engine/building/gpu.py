@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.attention_trial import AttentionTrial
+from proa.engine.building.bound import Bound
 from proa.engine.building.compile_ahead import compile_ahead
 from proa.engine.building.compiling import Compiling
 from proa.engine.building.cpu_side import CpuSide
@@ -30,18 +31,16 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
-from proa.engine.building.lending import Lender, new_lender
+from proa.engine.building.lending import new_lender
 from proa.engine.building.plan_trial import PlanTrial, with_trial
 from proa.engine.building.start_time import WARM_UP_S, within
 from proa.engine.building.timeline import Timeline
 from proa.engine.building.warm_up import warm_up
-from proa.engine.count_saver import CountSaver
 from proa.engine.executors.batch import step_limits
 from proa.engine.executors.device_queue import CudaQueue
 from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.executors.queues import Queues
 from proa.engine.ipc import Loading, Ready
-from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.cpu_reads import CpuReads
@@ -115,7 +114,6 @@ class GpuBuild:
         self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
-        self._lender: Lender | None = None
         if index != self._gpu.index:
             why = "CUDA numbers GPUs in another order than the driver: this device has the planned GPU's UUID"
             self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
@@ -127,14 +125,16 @@ class GpuBuild:
             for name, target in self.model.parameters()
         }
 
-    def runner(self, report: Callable[[Loading], None]) -> Runner:
+    def bind(self, report: Callable[[Loading], None]) -> Bound:
         plan = self._plan
         self._cpu.note_unbound()
         self._decisions.append(self._compiling.wait(report))  # before the measurements below, which it would disturb
         self._timeline.mark("kernels")
         chosen = top_k(self._spec)
-        beside = self._gpu.ring_bytes > 0
-        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations, beside=beside)
+        spaces = GpuSpaces(
+            self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations,
+            beside=plan.prompts_may_run_beside,
+        )  # fmt: skip
         co_fetch, registered = None, self._register()
         if registered is not None:
             co_fetch = self._co_fetch(spaces, registered)
@@ -166,14 +166,14 @@ class GpuBuild:
         tried = trial.result(executor, report, executor.keep_graphs)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
         self._timeline.mark("plan trial")
-        self._lender, rows = new_lender(plan, self._hybrid, caches)
+        lender, rows = new_lender(plan, self._hybrid, caches)
         self._decisions += rows
-        return Runner(executor, plan.page_tokens)
+        return Bound(executor, saver_of(plan, self._hybrid), lender)
 
     def _queues(self) -> Queues:
         """Prompts have a queue of their own if they can run beside decode steps, whose kernels then come first."""
         sleeps = not self._gpu.gpu_only
-        if self._hybrid.streaming is None:
+        if self._hybrid.streaming is None or not self._plan.prompts_may_run_beside:
             return Queues(CudaQueue(self._device, sleeps=sleeps))
         return Queues(CudaQueue(self._device, sleeps=sleeps, first=True), CudaQueue(self._device, sleeps=sleeps))
 
@@ -244,12 +244,6 @@ class GpuBuild:
         self._round_trip_us = taken.round_trip_us
         self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)
         return taken.transport
-
-    def saver(self) -> CountSaver | None:
-        return saver_of(self._plan, self._hybrid)
-
-    def lender(self) -> Lender | None:
-        return self._lender
 
     def ready(self, load_seconds: float) -> Ready:
         ops = f"triton sm_{self._traits.capability}"

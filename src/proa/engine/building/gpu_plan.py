@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
+
+import msgspec
 
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.count_saver import CountSaver
@@ -13,10 +14,8 @@ from proa.errors import ResourceError
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.model import HybridModel, Placement
 from proa.machine.cost.prefill import PrefillRates
-from proa.machine.usage import peak_rss_bytes
 from proa.models.spec import Model
 from proa.obs.units import format_rate
-from proa.ops.table import Ops
 from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
 
@@ -35,7 +34,8 @@ def decode_tokens(plan: Plan) -> int:
 
 
 def pass_mode(plan: Plan) -> str:
-    """See Asked. With --deterministic a pass copies all experts in RAM: rates must not decide where one is computed."""
+    """The --prefill mode of passes. With --deterministic they copy all experts in RAM: measured rates must not decide
+    where an expert is computed."""
     return "stream" if plan.deterministic else needed(plan)[0].prefill
 
 
@@ -96,18 +96,6 @@ def ready(
     plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, round_trip_us: float | None, decisions: Sequence[Decision]
 ) -> Ready:
     """The Ready message of an engine with a planned GPU."""
-    gpu, _ = needed(plan)
-    formats = dict(cpu.memory.bytes_by_format)
-    vram_bytes = gpu.vram.dense_bytes + gpu.vram.experts_bytes
-    return Ready(
-        load_seconds=load_seconds,
-        weights_bytes=sum(formats.values()) + vram_bytes,
-        ops={field.name: ops for field in fields(Ops)},
-        decode_threads=sum(cpu.crew.few),
-        prefill_threads=sum(cpu.crew.many),
-        peak_rss_bytes=peak_rss_bytes(),
-        formats=formats,
-        pages=cpu.memory.pages(),
-        decisions=(*cpu.decisions, *decisions),
-        round_trip_us=round_trip_us,
-    )
+    vram = needed(plan)[0].vram
+    made = cpu.ready(load_seconds, ops, vram.dense_bytes + vram.experts_bytes, decisions)
+    return msgspec.structs.replace(made, round_trip_us=round_trip_us)

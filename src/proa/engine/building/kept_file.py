@@ -11,5 +11,10 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write the file, and its folder if there is none; a reader sees all of it or the former one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
-        new.write(content)
-    os.replace(new.name, path)
+        try:
+            new.write(content)
+            new.flush()
+            os.replace(new.name, path)
+        except BaseException:
+            os.unlink(new.name)
+            raise

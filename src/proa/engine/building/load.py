@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -18,12 +18,12 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
+from proa.engine.building.bound import Bound
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.threads import choose_threads
 from proa.engine.building.tiers import new_tiers
 from proa.engine.building.timeline import Timeline
-from proa.engine.count_saver import CountSaver
 from proa.engine.engine import Engine
 from proa.engine.executors.batch import step_limits
 from proa.engine.executors.crew import choose_few
@@ -50,6 +50,9 @@ from proa.weights.dummy import fill_dummy
 from proa.weights.kv_scales import kv_scales
 from proa.weights.load import load_weights
 
+if TYPE_CHECKING:  # it imports what only a start with a GPU needs
+    from proa.engine.building.lending import Lender
+
 REPORT_EVERY_S = 0.1
 TRIAL_TOKEN_STRIDE = 7919
 PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to be quick
@@ -72,28 +75,20 @@ def load_engine(
     fill(build, plan, checkpoint, declared, report)
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
-    runner = build.runner(report)
+    bound = build.bind(report)
+    runner = Runner(bound.executor)
     helpers = build.pool if plan.gpu is None else None  # with a GPU the workers poll its doorbell between steps
-    tiers = new_tiers(plan, checkpoint, runner.executor.caches, cpus)
-    turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers, build.lender())
-    engine = Engine(runner, scheduler, declared.spec.vocab, build.saver(), turns, helpers, tiers)
+    tiers = new_tiers(plan, checkpoint, bound.executor.caches, cpus)
+    turns, scheduler = new_turns(runner, plan), new_scheduler(plan, tiers, bound.lender)
+    engine = Engine(runner, scheduler, declared.spec.vocab, bound.saver, turns, helpers, tiers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     timeline.mark("ready")
     return engine, msgspec.structs.replace(build.ready(load_seconds), timeline=timeline.marks)
 
 
-class Lender(Protocol):
-    """Lends idle KV pages to experts (building/lending.py)."""
-
-    def lend_to(
-        self, scheduler: Scheduler, allocator: PageAllocator, cache: PrefixCache | None, *, tiers: bool
-    ) -> None:
-        """Have the scheduler lend idle pages. tiers: evicted prefixes are kept behind the prefix cache."""
-
-
 class Build(Protocol):
-    """A planned model in three steps: made by the constructor, filled through `targets`, bound by `runner`."""
+    """A planned model in three steps: made by the constructor, filled through `targets`, bound by `bind`."""
 
     @property
     def pool(self) -> Pool | None: ...
@@ -110,19 +105,15 @@ class Build(Protocol):
 
     def targets(self) -> dict[str, Target]: ...
 
-    def runner(self, report: Callable[[Loading], None]) -> Runner: ...
+    def bind(self, report: Callable[[Loading], None]) -> Bound:
+        """Allocate caches and make the executor. Called once, after the weights are loaded."""
 
-    def saver(self) -> CountSaver | None:
-        """The writer of expert counts, if the plan saves them. Called after `runner`."""
-
-    def lender(self) -> Lender | None:
-        """What lends idle KV pages to experts, if the plan does. Called after `runner`."""
-
-    def ready(self, load_seconds: float) -> Ready: ...
+    def ready(self, load_seconds: float) -> Ready:
+        """The message for the frontend. Called after `bind`."""
 
 
 def new_turns(runner: Runner, plan: Plan) -> PrefillTurns | NoTurns:
-    """The planned turns of prefill and decode, those of a scheduler by new_scheduler."""
+    """The planned turns of prefill and decode, for a scheduler made by new_scheduler."""
     if plan.max_itl is None:
         return NoTurns()
     fixed = plan.pass_tokens > 0 or plan.prompt_cell_tokens is not None
@@ -179,23 +170,16 @@ class _Eager:
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self, report: Callable[[Loading], None]) -> Runner:
+    def bind(self, report: Callable[[Loading], None]) -> Bound:
         plan = self._plan
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
         )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
-        runner = Runner(self._executor, plan.page_tokens)
-        trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
         if not plan.deterministic:  # torch's sums depend on the number of threads
-            choose_threads(self._executor, runner, plan.threads, trial_tokens)
-        return runner
-
-    def saver(self) -> CountSaver | None:
-        return None
-
-    def lender(self) -> Lender | None:
-        return None
+            tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
+            choose_threads(self._executor, Runner(self._executor), plan.threads, tokens, plan.page_tokens)
+        return Bound(self._executor)
 
     def ready(self, load_seconds: float) -> Ready:
         nbytes = self._spec.num_params * self._dtype.itemsize
@@ -220,53 +204,33 @@ class _Native:
         self._cpu = CpuSide(workers, plan.isa)
         self._cpu.bind_caller()
         self.pool = self._cpu.pool
-        self._memory, self._crew = self._cpu.memory, self._cpu.crew
-        self._decisions = self._cpu.decisions
-        self._limits = step_limits(plan)
         pages = -(-plan.context_tokens // plan.page_tokens)
-        self.recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self.recorder = Recorder(self.pool, self._cpu.memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self.recorder).table())
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self, report: Callable[[Loading], None]) -> Runner:
+    def bind(self, report: Callable[[Loading], None]) -> Bound:
         plan = self._plan
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         executor = RecordedExecutor(
-            self.model, self.recorder, caches, self._limits, self._crew, deterministic=plan.deterministic
+            self.model, self.recorder, caches, step_limits(plan), self._cpu.crew, deterministic=plan.deterministic
         )
         self._cpu.note_unbound()
 
         def step(i: int, share: float) -> None:
             executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # different tokens select other experts
 
-        chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
-        self._decisions += [chosen] if chosen else []
-        return Runner(executor, plan.page_tokens)
-
-    def saver(self) -> CountSaver | None:
-        return None
-
-    def lender(self) -> Lender | None:
-        return None
+        chosen = choose_few(self._cpu.crew, self._workers.trials, step, saving=self._workers.saving)
+        self._cpu.decisions += [chosen] if chosen else []
+        return Bound(executor)
 
     def ready(self, load_seconds: float) -> Ready:
-        formats = dict(self._memory.bytes_by_format)
-        return Ready(
-            load_seconds=load_seconds,
-            weights_bytes=sum(formats.values()),
-            ops={field.name: f"native {self.pool.isa}" for field in fields(Ops)},
-            decode_threads=sum(self._crew.few),
-            prefill_threads=sum(self._crew.many),
-            peak_rss_bytes=peak_rss_bytes(),
-            formats=formats,
-            pages=self._memory.pages(),
-            decisions=tuple(self._decisions),
-            caller_cpus=list(self._cpu.caller_cpus),
-        )
+        ready = self._cpu.ready(load_seconds, f"native {self.pool.isa}")
+        return msgspec.structs.replace(ready, caller_cpus=list(self._cpu.caller_cpus))
 
 
 def new_scheduler(plan: Plan, tiers: Tiers | None = None, lender: Lender | None = None) -> Scheduler:

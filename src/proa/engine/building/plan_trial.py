@@ -2,7 +2,7 @@
 plans those are (plan/likely.py), the file of the result (kept_trial.py), choices that need another load.
 
 Rounds interleave the plans, so that other load on the machine affects all of them, and in a round all compute the same
-tokens and so the same experts. Another plan than the rule is taken only if it wins beyond the noise (`best`).
+tokens and so the same experts. A plan other than the rule is taken only if it wins beyond the noise (`best`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUNDS = 11
 PART_S = 0.025  # of timed steps of one plan and one number of requests in a round
 MOST_STEPS = 8  # of these
 LEARNING_STEPS = 16  # most steps until co-fetch knows the CPU's rate
-# Another plan than the rule is taken only if
+# A plan other than the rule is taken only if
 CHANCE = 0.01  # two equal plans would give it as many of the rounds with at most this probability,
 CLEAR = 0.98  # and the median of its time over the rule's is below this.
 _TOKEN_STRIDE = 7919
@@ -140,7 +140,7 @@ class PlanTrial:
 
 
 def _folder() -> tuple[Path | None, str]:
-    """Where results are kept; without a home folder None, and why."""
+    """The folder of kept results; without a home folder None, and why."""
     try:
         return read_env().cache / "trials", ""
     except UsageError as error:

@@ -150,9 +150,9 @@ class Stage:
             if not isinstance(target, Tensor):
                 target.expect(of.stored.get(name, "BF16"))
         self._ops = device_ops(META)
-        beside = of.gpu.ring_bytes > 0
-        spaces = GpuSpaces(self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=beside)
-        self._spaces = spaces
+        self._spaces = spaces = GpuSpaces(
+            self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=plan.prompts_may_run_beside
+        )
         self._transported: _NoTransport | None = None
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building.bound import Bound
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.gpu_plan import (
     HALF_READ,
@@ -21,12 +22,10 @@ from proa.engine.building.gpu_plan import (
     saver_of,
     top_k,
 )
-from proa.engine.building.lending import Lender, new_lender
+from proa.engine.building.lending import new_lender
 from proa.engine.building.plan_trial import PlanTrial, with_trial
-from proa.engine.count_saver import CountSaver
 from proa.engine.executors.eager import EagerExecutor, LikeGpu
 from proa.engine.ipc import Loading, Ready
-from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, HostCopier
 from proa.hybrid.cpu_trial import try_cpu
@@ -69,12 +68,11 @@ class SimBuild:
         self._decisions: list[Decision] = []
         self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
         self._round_trip_us: float | None = None
-        self._lender: Lender | None = None
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self, report: Callable[[Loading], None]) -> Runner:
+    def bind(self, report: Callable[[Loading], None]) -> Bound:
         plan, ram = self._plan, self._plan.roof.bandwidth_bytes_per_s
         parts = Parts(
             lambda memory, residency, faults: SimExperts(
@@ -95,9 +93,9 @@ class SimBuild:
         executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, like=like)
         tried = trial.result(executor, report)
         self._decisions = with_trial(self._decisions, tried, self._hybrid.choices)
-        self._lender, rows = new_lender(plan, self._hybrid, caches)
+        lender, rows = new_lender(plan, self._hybrid, caches)
         self._decisions += rows
-        return Runner(executor, plan.page_tokens)
+        return Bound(executor, saver_of(plan, self._hybrid), lender)
 
     def _co_fetch(self, ram_bytes_per_s: float) -> CoFetch:
         if self._gpu.co_fetch_half:
@@ -125,12 +123,6 @@ class SimBuild:
         self._round_trip_us = taken.round_trip_us
         self._decisions += taken.rows(read_ahead=self._gpu.read_ahead)
         return taken.transport
-
-    def saver(self) -> CountSaver | None:
-        return saver_of(self._plan, self._hybrid)
-
-    def lender(self) -> Lender | None:
-        return self._lender
 
     def ready(self, load_seconds: float) -> Ready:
         ops = "torch, for a simulated GPU"

@@ -21,21 +21,21 @@ GAIN = 1.1
 HOPELESS = 1.5  # a number this much slower than the fastest in the first round is not tried again
 
 
-def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_tokens: int) -> None:
+def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_tokens: int, page_tokens: int) -> None:
     """Set the executor's thread counts for decode (one token) and prefill to the fastest of 1, `most` / 2 and `most`.
 
     Writes to the first pages, so it must run before the cache is in use.
     """
-    decode, prefill = _fastest(executor, runner, 1, most), _fastest(executor, runner, prefill_tokens, most)
-    executor.decode_threads, executor.prefill_threads = decode, prefill
+    executor.decode_threads, executor.prefill_threads = (
+        _fastest(executor, runner, _plan(num_tokens, page_tokens), most) for num_tokens in (1, prefill_tokens)
+    )
 
 
-def _fastest(executor: EagerExecutor, runner: Runner, num_tokens: int, most: int) -> int:
+def _fastest(executor: EagerExecutor, runner: Runner, plan: StepPlan, most: int) -> int:
     """The fewest threads within GAIN of the best median: the time to wake threads varies more than computing does."""
     candidates = sorted({1, max(1, most // 2), most})
     if len(candidates) == 1:
         return most
-    plan = _plan(num_tokens, runner.page_tokens)
     seconds: dict[int, list[float]] = {threads: [] for threads in candidates}
     for _ in range(ROUNDS):  # candidates alternate, so that other load on the machine affects all of them
         for threads in candidates:

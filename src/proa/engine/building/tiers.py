@@ -27,7 +27,7 @@ from proa.weights.fingerprint import fingerprint
 ROOT_BYTES = 32
 
 # Parts of a plan that differ from start to start and change no bit of what is computed.
-_ELSEWHERE = (
+_WITHOUT_EFFECT = (
     "model", "path", "memory", "roof", "decisions", "num_pages", "context_tokens", "max_queued", "max_queued_tokens",
     "prefix_files", "trial", "pass_tokens",
 )  # fmt: skip
@@ -76,10 +76,10 @@ def tiers_root(plan: Plan, checkpoint: Checkpoint, states: list[list[object]]) -
 
 def _bits(plan: Plan) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(plan)
-    for name in _ELSEWHERE:
+    for name in _WITHOUT_EFFECT:
         del fields[name]
     for gpu in fields["gpus"]:
         del gpu["vram"]
-    if plan.workers is not None:  # their CPUs and the memory of these do not matter
+    if plan.workers is not None:  # which CPUs and memory nodes they use does not matter
         fields["workers"] = plan.workers.trials
     return fields

@@ -1,5 +1,5 @@
-"""Parts of a step that were launched ahead of the device: as many as keep it busy, and few, because a cancelled step
-ends with them. Never: launching.
+"""Decides how many parts of a step are launched ahead of the device: enough to keep it busy, but few, because a
+cancelled step ends only after them. Never: launching.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections import deque
 
 from proa.engine.executors.device_queue import Mark
 
-AHEAD_S = 0.03  # of work is launched ahead; the host looks every POLL_S, and launches a decode step in a few ms
-FIRST_UNITS, MOST_UNITS = 2, 16  # before a unit's time is known; at most: a layer for one chunk is some 25 launches
-WINDOW = 16  # units whose mean time counts: some of them wait for copies and the next ones do not
+AHEAD_S = 0.03  # of work is launched ahead; the host polls every POLL_S, and launches a decode step in a few ms
+FIRST_UNITS, MOST_UNITS = 2, 16  # while a unit's time is unknown; at most: a layer for one chunk is some 25 launches
+WINDOW = 16  # units in the mean time of a unit: some of them wait for copies and the next ones do not
 
 
 class PartsAhead:
@@ -44,6 +44,6 @@ class PartsAhead:
         return max(FIRST_UNITS, min(MOST_UNITS, int(AHEAD_S * len(self._seconds) / seconds)))
 
     def forget(self) -> None:
-        """Another step comes next, whose units take other times. All units have ended, or will not be waited for."""
+        """Start anew for another step, whose units take other times. All units have ended, or are not waited for."""
         self._pending.clear()
         self._seconds.clear()

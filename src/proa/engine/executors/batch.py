@@ -105,7 +105,7 @@ CHUNK_ROWS = 16  # chunks start at multiples: kernels are compiled for addresses
 
 def chunks_of(spans: Sequence[Span], most_rows: int, cells: Cells | None = None) -> list[list[Span]]:
     """The spans, cut into chunks of at most `most_rows` rows, about equally long, in the order of their rows. cells: of
-    prompts; each is a chunk then."""
+    prompts; each is then a chunk of its own."""
     if cells is not None:
         return [[_part(span, first, count)] for span in spans for first, count in _cells_in(span, cells)]
     rows = sum(len(span.tokens) for span in spans)

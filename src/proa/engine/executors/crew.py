@@ -21,7 +21,7 @@ from proa.types import Decision
 
 TRIALS_S = 0.25  # for all trials together, beside two steps that measure how long one takes
 ROUNDS = 5
-# Another number than the rule is chosen only if
+# A number other than the rule is chosen only if
 CLEAR = 0.98  # its median time is below this fraction of the rule's best time,
 STEADY = 1.25  # the rule's median time is at most this multiple of its best time,
 DISTURBED = 0.1  # and threads were ready to run without a core for at most this fraction of the time.

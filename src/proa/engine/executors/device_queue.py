@@ -54,7 +54,7 @@ class CudaQueue:
 
     def __init__(self, device: torch.device, *, sleeps: bool = False, first: bool = False) -> None:
         """sleeps: a waiting thread blocks instead of spinning, which frees its CPU and returns a little later. first:
-        of blocks that wait for a processor, those of this queue's kernels start before those of other queues."""
+        thread blocks of this queue's kernels are scheduled before waiting ones of other queues."""
         self.device, self._sleeps = device, sleeps
         self._stream = torch.cuda.Stream(device, priority=-1 if first else 0)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()

@@ -40,7 +40,7 @@ class DeviceSampler:
         self._saved = torch.zeros(most_edits, device=device)
         self._tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
-        self._explained: list[int] = []  # rows of this step with log-probabilities
+        self._logprob_rows: list[int] = []  # rows of this step with log-probabilities
         self._left: set[int] = set()  # rows of this step whose edits do not fit: the CPU samples them
 
     def launch(self, logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
@@ -48,10 +48,10 @@ class DeviceSampler:
         The last step must have been read."""
         self._fill_edits(rows)
         drawn = [i for i, row in enumerate(rows) if not row.takes_argmax and i not in self._left]
-        self._explained = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if not drawn and not self._explained:
+        self._logprob_rows = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if not drawn and not self._logprob_rows:
             return
-        jobs = self._inputs.fill([(i, rows[i]) for i in drawn], self._explained)
+        jobs = self._inputs.fill([(i, rows[i]) for i in drawn], self._logprob_rows)
         if drawn:
             edits, saved = self._edits[: self._num_edits], self._saved
             if self._num_edits:
@@ -60,22 +60,20 @@ class DeviceSampler:
             self._ops.draw(logits, jobs, any(_kind(rows[i]) == CUT for i in drawn), self._space, tokens)
             if self._num_edits:
                 self._ops.restore(logits, edits, saved)
-        if self._explained:
-            top = max(rows[i].sampling.logprobs or 0 for i in self._explained)
-            self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
+        if self._logprob_rows:
+            top = max(rows[i].sampling.logprobs or 0 for i in self._logprob_rows)
+            self._logprobs.launch(logits, self._inputs.logprob_rows[: len(self._logprob_rows)], tokens, top)
 
     def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[SampledToken]:
         """The step's results. tokens: as the device left them. logits: read only for rows that the CPU samples. Only
         after the device has finished."""
         choices = [SampledToken(token) for token in tokens]
-        if self._explained:
-            for i, result in zip(
-                self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True
-            ):
-                asked = rows[i].sampling.logprobs
-                choices[i].logprob = (
-                    TokenLogprob(result.token, result.logprob, result.top[:asked]) if tokens[i] >= 0 else None
-                )
+        if self._logprob_rows:
+            results = self._logprobs.read([tokens[i] for i in self._logprob_rows])
+            for i, result in zip(self._logprob_rows, results, strict=True):
+                if tokens[i] >= 0:
+                    top = result.top[: rows[i].sampling.logprobs]
+                    choices[i].logprob = TokenLogprob(result.token, result.logprob, top)
         left = [i for i, token in enumerate(tokens) if token == TOO_MANY or (i in self._left and token >= 0)]
         if left:
             again = choose([0] * len(left), [rows[i] for i in left], logits[left].cpu())
@@ -125,9 +123,9 @@ class _Inputs:
         self._device = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
         mine, self._theirs = (_columns(of, rows) for of in (self._block.host, self._device))
         self._floats, self._ints = (part.numpy() for part in mine)
-        self.explained = self._theirs[1][4]
+        self.logprob_rows = self._theirs[1][4]
 
-    def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> DrawJobs:
+    def fill(self, drawn: Sequence[tuple[int, Row]], logprob_rows: Sequence[int]) -> DrawJobs:
         number, num_masks = len(drawn), 0
         words = self._host_words.host.numpy()
         for job, (i, row) in enumerate(drawn):
@@ -138,7 +136,7 @@ class _Inputs:
             if (mask := row.mask()) is not None:
                 words[num_masks], self._ints[5, job] = mask, num_masks
                 num_masks += 1
-        self._ints[4, : len(explained)] = explained
+        self._ints[4, : len(logprob_rows)] = logprob_rows
         if num_masks:
             self._host_words.copy_to(self._words, num_masks)
         self._block.copy_to(self._device)
@@ -154,7 +152,6 @@ def _columns(block: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _kind(row: Row) -> int:
-    s = row.sampling
-    if s.temperature == 0.0:
+    if row.sampling.temperature == 0.0:
         return BEST
-    return CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE
+    return CUT if row.is_truncated else WHOLE

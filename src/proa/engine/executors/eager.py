@@ -19,7 +19,7 @@ from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
 from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.session import NoSession, Session
-from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
+from proa.engine.executors.watch import WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
@@ -45,9 +45,9 @@ class EagerStep(WatchedStep):
 
 @dataclass(frozen=True)
 class LikeGpu:
-    """What is done as on a GPU. Not faster here: all is computed when it is launched.
+    """Schedules that a GPU allows. They are not faster here: all is computed when it is launched.
 
-    overlap, beside: launch(after=...), and steps in parts beside whole ones, are allowed. chunk_rows: most rows of a
+    overlap, beside: launch(after=...), and steps in parts beside whole ones, are possible. chunk_rows: most rows of a
     step in parts that are computed at once. cells: see StepLimits; sampled rows are then scored one by one, since the
     bits of torch's products depend on the number of rows."""
 
@@ -67,23 +67,20 @@ class EagerExecutor:
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self.caches, self._page_tokens = model, caches, page_tokens
         self._chunk_rows, self._cells = like.chunk_rows, like.cells
-        self._may_run_beside = like.beside and like.cells is None
+        self._may_run_beside = like.beside
         self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, like.overlap, kept_blocks
         self._unfinished: list[EagerStep] = []  # steps in parts; the last one is advanced
         self._step_s = self._block_s = 0.0
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
-        if in_parts:
-            return self.launch_beside(batch, 0.0)
-        step = EagerStep(batch, Health(followed=after is not None))
+    def launch(self, batch: StepBatch, after: EagerStep | None = None) -> EagerStep:
+        step = EagerStep(batch, followed=after is not None)
         spans = batch.spans
         if after is not None:
             after.next_step = step
             spans = _continued(spans, self.tokens_to_follow(after))
-        if batch.copies_before:
-            copy_states(self.caches, batch.copies_before)
+        copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         self._session.begin_step(step)
         tokens, inputs = self._inputs(spans)
@@ -92,16 +89,14 @@ class EagerExecutor:
         decodes = batch.rows_each and not any(span.in_prompt for span in batch.spans)
         with self._listening(), self._session.decoding() if decodes else nullcontext():
             step.hidden = self._model(tokens, inputs, step.kept)
-        if batch.copies_after:
-            copy_states(self.caches, batch.copies_after)
+        copy_states(self.caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
 
     @torch.inference_mode()
-    def launch_beside(self, batch: StepBatch, share: float) -> EagerStep:
-        step = EagerStep(batch, Health(), overtakes=bool(self._unfinished))
-        if batch.copies_before:
-            copy_states(self.caches, batch.copies_before)
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> EagerStep:
+        step = EagerStep(batch, overtakes=bool(self._unfinished))
+        copy_states(self.caches, batch.copies_before)
         step.kept = {block: self._room(batch.num_tokens) for block in self._kept_blocks}
         step.parts = self._parts(step, share if self._may_run_beside and not step.overtakes else None)
         self._unfinished.append(step)
@@ -172,7 +167,7 @@ class EagerExecutor:
     def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
         if step in self._unfinished:
             self._remove(step)
-        if step.alone:  # of all its launches, none of which was counted
+        if step.alone:  # its launches were not counted: one that is follows them all
             with self._listening():
                 self._session.end_parts(step)
         step.spans, step.rows = spans, step.batch.rows_of(spans)

@@ -5,11 +5,11 @@ in which the engine makes these calls are its schedules:
 
     one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
     overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
-    prefill in turns         launch(p, in_parts=True), then whole steps alternate with advance(p), sample(p) wait(p)
-    prefill beside decode    launch_beside(p), then whole steps are computed while keep_ahead(p) is called between and
+    prefill in turns         launch_in_parts(p), then whole steps alternate with advance(p), sample(p) wait(p)
+    prefill beside decode    launch_in_parts(p), then whole steps are computed while keep_ahead(p) is called between and
                              during them, sample(p) wait(p)
-    one overtakes            launch(p, in_parts=True), advance(p), launch(q, in_parts=True), advance(q), sample(q)
-                             wait(q), advance(p), sample(p) wait(p)
+    one overtakes            launch_in_parts(p), advance(p), launch_in_parts(q), advance(q), sample(q) wait(q),
+                             advance(p), sample(p) wait(p)
 
 Steps are sampled in the order in which they were launched, a step in parts when it is done, and each only after the one
 sampled before it was waited for: they share the buffers of logits and tokens. All calls come from one thread.
@@ -56,14 +56,21 @@ class Executor(Protocol[S]):
     clock: StepClock
     caches: Caches  # that its steps read and write
 
-    def launch(self, batch: StepBatch, after: S | None = None, *, in_parts: bool = False) -> S:
+    def launch(self, batch: StepBatch, after: S | None = None) -> S:
         """Start to compute all rows of a step; K, V and states are written to their caches.
 
         after: the last launched step, sampled and not waited for. Span i of the batch then continues the i-th span
-        sampled there: its one token is the one sampled, whatever `tokens` says. Only if can_follow(after).
-        in_parts: compute nothing yet; `advance` does. At most two such steps at a time: the second one, with at most
-        StepLimits.over_rows rows, overtakes the first, which is advanced when the second was sampled or cancelled.
-        While one is unfinished all whole steps have one row per sequence.
+        sampled there: its one token is the one sampled, whatever `tokens` says. Only if can_follow(after). While a step
+        in parts is unfinished all whole steps have one row per sequence.
+        """
+
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> S:
+        """Begin a step that `advance` or `keep_ahead` computes. At most two such steps at a time: the second one, with
+        at most StepLimits.over_rows rows, overtakes the first, which is advanced when the second was sampled or
+        cancelled.
+
+        share: the fraction of the time that the step would get in turns with whole steps that run now, 0.0 if none do.
+        By it the executor decides whether the step runs beside whole steps instead, because it is then done sooner.
         """
 
     def sample(self, step: S, spans: Sequence[int], rows: Sequence[Row]) -> None:
@@ -79,11 +86,6 @@ class Executor(Protocol[S]):
     def advance(self, step: S, blocks: int) -> bool:
         """Compute up to `blocks` more blocks of a step in parts: layers, each for one chunk of the step and, where its
         experts come in groups, one group. Returns whether all are computed."""
-
-    def launch_beside(self, batch: StepBatch, share: float) -> S:
-        """launch(batch, in_parts=True) for a step that will run beside whole steps rather than in turns with them, if
-        it is then done sooner. share: of the time that it would get in turns with those that run now, 0.0 if none do.
-        """
 
     def runs_beside(self, step: S) -> bool:
         """Whether a step in parts may be computed while the device and the CPU compute whole steps."""
@@ -176,7 +178,7 @@ def prompt_logprobs(
 
 
 def unfinished(parts: P | None) -> P:
-    """The parts of a step launched with in_parts. Raises ValueError for a step that was launched as a whole."""
+    """The parts of a step in parts. Raises ValueError for a step that was launched as a whole."""
     if parts is None:
-        raise ValueError("only a step launched with in_parts=True can be advanced, but this one was launched whole")
+        raise ValueError("only a step launched with launch_in_parts() can be advanced, but this one was launched whole")
     return parts

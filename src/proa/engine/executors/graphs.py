@@ -30,7 +30,7 @@ from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
-from proa.engine.executors.watch import Health, WatchedSession, WatchedStep
+from proa.engine.executors.watch import WatchedSession, WatchedStep
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
@@ -45,8 +45,8 @@ from proa.types import TokenLogprob
 WARM_BUCKETS = 3  # decode graphs that are captured before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 _NON_FINITE = -1  # the argmax of a row with NaN or infinity
-_MOST_PARTS_AHEAD = 2  # parts of a step that the device has not finished: a cancelled step ends with them
-_MOST_IN_FLIGHT = 32  # launches, of steps and of parts of a step, before the host waits for the device
+_MOST_PARTS_AHEAD = 2  # parts that the device has not finished: a cancelled step ends only after them
+_MOST_IN_FLIGHT = 32  # launches of steps and of parts, before the host waits for the device
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,19 @@ class _Captured:
 @dataclass(eq=False)
 class GraphStep(WatchedStep):
     """graph: None for steps launched op by op. hidden: of a step in parts that is done, [T, hidden] after the last
-    block. done: a mark after the head."""
+    block. samplings: how each of `rows` is sampled. done: a mark after the head."""
 
     graph: _Captured | None = None
     hidden: Tensor | None = None
-    wishes: Sequence[Row] = ()
+    samplings: Sequence[Row] = ()
     done: Mark | None = None
     num_launched: int = 0  # the session's number of launches at `done`
 
 
 class GraphExecutor:
     """All calls come from one thread. Decode steps, heads and samples are launched to one queue, prompts to another, if
-    there are two: the memory of their activations is that of one queue alone."""
+    there are two: then prompts may run beside decode steps. The memory of their activations is that of one queue alone.
+    """
 
     def __init__(
         self, model: Decoder, caches: Caches, limits: StepLimits, queues: Queues, ops: DeviceOps,
@@ -81,7 +82,6 @@ class GraphExecutor:
         queue = queues.steps
         self._model, self.caches, self._limits, self._queues, self._queue = model, caches, limits, queues, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
-        self._beside = queues.separate and limits.cells is None  # bits of cells must not depend on what runs beside
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
@@ -90,12 +90,12 @@ class GraphExecutor:
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
         self._heads: dict[int, Callable[[], None]] = {}
-        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool, as the next
+        self._room: Callable[[], None] | None = None  # never replayed: reserves memory of the graphs' pool, as the next
         self._prompt_room: Callable[[], None] | None = None
         self._scored = HostBlock((limits.head_rows,), torch.int64, queue.device)
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=queue.device.type == "cuda")
         self._unfinished: list[GraphStep] = []  # steps in parts; the last one is advanced
-        self._parts_ahead: deque[Mark] = deque()  # after the last parts that were launched in turns
+        self._parts_ahead: deque[Mark] = deque()  # one after each of the last parts that were launched in turns
         self._ahead = PartsAhead()  # of the step that runs beside whole steps
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
         self._timer = StepTimer()
@@ -133,15 +133,13 @@ class GraphExecutor:
     # ---- launching
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch, after: GraphStep | None = None, *, in_parts: bool = False) -> GraphStep:
-        if in_parts:
-            return self.launch_beside(batch, 0.0)
-        step, rows_each = GraphStep(batch, Health(followed=after is not None)), self._rows_each(batch)
+    def launch(self, batch: StepBatch, after: GraphStep | None = None) -> GraphStep:
+        step, rows_each = GraphStep(batch, followed=after is not None), self._rows_each(batch)
         if not rows_each and self._unfinished:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
         wide = self._bucket(batch) * rows_each >= FEW_ROWS  # shares buffers with chunks of prompts
         with self._queues.on_steps(ordered=wide) if rows_each else self._queues.on_prompts():
-            self._copy_states(batch.copies_before)
+            copy_states(self.caches, batch.copies_before)
             self._session.begin_step(step)
             if after is not None:
                 self._follow(step, after)
@@ -149,17 +147,17 @@ class GraphExecutor:
                 self._decode(step, rows_each)
             else:
                 self._launch_ops(batch)
-            self._copy_states(batch.copies_after)
+            copy_states(self.caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return step
 
     @torch.inference_mode()
-    def launch_beside(self, batch: StepBatch, share: float) -> GraphStep:
-        step = GraphStep(batch, Health(), overtakes=bool(self._unfinished))
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> GraphStep:
+        step = GraphStep(batch, overtakes=bool(self._unfinished))
         self._queues.apart = False
         with self._queues.on_prompts():
-            self._copy_states(batch.copies_before)
-            self._launch_in_parts(step, share)
+            copy_states(self.caches, batch.copies_before)
+            self._begin_parts(step, share)
         self._queues.apart = step.alone and share > 0  # it need not wait for the decode step that comes next
         return step
 
@@ -221,7 +219,7 @@ class GraphExecutor:
         self._session.launched()
 
     def _padded(self, rows: int) -> Callable[[], None] | None:
-        """Launches for so many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
+        """Launches for this many rows of `inputs`, padded to a size that has a graph; None if no size is large enough.
         The first use of a size launches its ops one by one, which compiles and loads what the capture then needs."""
         size = next((size for size in self._limits.prompt_rows if size >= rows), None)
         if size is None:
@@ -242,8 +240,8 @@ class GraphExecutor:
         nbytes = self._limits.prompt_rows[-1] * row_bytes(self.spec)
         torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
-    def _launch_in_parts(self, step: GraphStep, share: float) -> None:
-        """Write the step's inputs, which no step between its parts touches. share: see launch_beside."""
+    def _begin_parts(self, step: GraphStep, share: float) -> None:
+        """Write the step's inputs, which no step between its parts touches. share: see launch_in_parts."""
         chunks, row = list[Chunk](), 0
         cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
@@ -260,7 +258,8 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        may_run_beside = self._beside and not step.overtakes and min(len(of.tokens) for of in chunks) >= FEW_ROWS
+        wide = min(len(of.tokens) for of in chunks) >= FEW_ROWS
+        may_run_beside = self._queues.separate and not step.overtakes and wide
         launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
@@ -287,7 +286,7 @@ class GraphExecutor:
                 if parts.done:
                     self._session.end_parts(step)
             if parts.done:
-                self._copy_states(step.batch.copies_after)
+                copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 
@@ -303,7 +302,7 @@ class GraphExecutor:
                 begin = self._queues.prompts.mark(timed=True)
                 parts.advance(1)
                 if parts.done:
-                    self._copy_states(step.batch.copies_after)
+                    copy_states(self.caches, step.batch.copies_after)
                 self._ahead.launched(begin, self._queues.prompts.mark(timed=True))
         return parts.done and not self._ahead.pending
 
@@ -319,10 +318,6 @@ class GraphExecutor:
         self._angles.fill(spans)
         self.clock.lap(Stage.INPUTS)
         return rows
-
-    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
-        if slots:
-            copy_states(self.caches, slots)
 
     def _capture(self, bucket: int, rows_each: int) -> _Captured:
         """Capture the decode graph of `bucket` sequences. Its inputs are padding until they are filled."""
@@ -361,14 +356,14 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
-        step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
+        step.spans, step.rows, step.samplings = spans, step.batch.rows_of(spans), rows
         if step.parts is not None:
             self._queues.apart = False
             with self._queues.on_prompts():
                 step.hidden = step.parts.hidden
             self._remove(step)
         with self._queues.on_steps():
-            if step.alone:  # of all its launches, none of which was counted
+            if step.alone:  # its launches were not counted: one that is follows them all
                 self._begin()
                 self._session.end_parts(step)
             self._launch_head(step, step.rows, rows)
@@ -376,8 +371,8 @@ class GraphExecutor:
             step.done, step.num_launched = self._queue.mark(), self._session.num_launched
         self.clock.lap(Stage.PROGRAM)
 
-    def _launch_head(self, step: GraphStep, rows: Sequence[int], wishes: Sequence[Row]) -> None:
-        """Compute logits of these rows of the step and sample them. wishes: how each is sampled; empty: argmax of
+    def _launch_head(self, step: GraphStep, rows: Sequence[int], samplings: Sequence[Row]) -> None:
+        """Compute logits of these rows of the step and sample them. samplings: how each is sampled; empty: argmax of
         each."""
         count = len(rows)
         if not count:
@@ -391,8 +386,8 @@ class GraphExecutor:
         if step.hidden is not None:
             self._on.bring(step.hidden, bucket)
         head()
-        if wishes:
-            self._on.sampler.launch(self._on.logits, self._on.best, wishes)
+        if samplings:
+            self._on.sampler.launch(self._on.logits, self._on.best, samplings)
         self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
 
     @torch.inference_mode()
@@ -410,17 +405,16 @@ class GraphExecutor:
             hidden = self._on.hidden if step.hidden is None else step.hidden
             faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
-            if step.batch.prompt_logprobs:
-                result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)
+            result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)
         result.streamed, step.next_step = step.streamed, None
         self.clock.lap(Stage.PROGRAM)
         return result
 
     def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[SampledToken]:
-        if not step.wishes:
+        if not step.samplings:
             return []
-        choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)
-        self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
+        choices = self._on.sampler.read(tokens, step.samplings, self._on.logits)
+        self._late |= {row.request for row, choice in zip(step.samplings, choices, strict=True) if choice.late}
         return choices
 
     def _logprobs(
@@ -436,7 +430,7 @@ class GraphExecutor:
         the step that followed would be discarded."""
         if step.graph is None or self._angles.changing or self._session.num_in_flight != 1:
             return False
-        self._late &= {row.request for row in step.wishes}
+        self._late &= {row.request for row in step.samplings}
         return not self._late and all(not span.num_drafts for span in step.batch.spans)
 
     @torch.inference_mode()

@@ -24,8 +24,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True)
 class RunLayout:
-    """What a buffer holds: for each tensor of the caches, its part of the run's pages, one after another, padded with
-    zeros. rows: the tensors as [pages, words]; starts: the byte at which each one's part begins."""
+    """The contents of a buffer: for each tensor of the caches, its part of the run's pages, one after another, padded
+    with zeros. rows: the tensors as [pages, words]; starts: the byte at which each one's part begins."""
 
     rows: Sequence[Tensor]
     starts: Sequence[int]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -36,18 +35,6 @@ READERS = 2
 BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
 _WARM_UP_S = 60.0  # more than any warm-up takes: then a thread has failed
 _WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
-
-
-class RunStore(Protocol):
-    """The interface of both tiers. No method blocks."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether entries can be stored now."""
-
-    def has(self, key: bytes) -> bool: ...
-
-    def touch(self, key: bytes) -> None: ...
 
 
 class EntryCopies:
@@ -103,7 +90,7 @@ class PageTiers:
         """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier."""
         self.root, self.run_pages = root, run_pages
         self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
-        self._stores: tuple[RunStore, ...] = tuple(store for store in (ram, files) if store is not None)
+        self._stores: list[RamStore | FileStore] = [store for store in (ram, files) if store is not None]
         copies = new_copies()
         self._entry_bytes, self.state_parts = copies.nbytes, copies.state_parts
         self._own = threading.local()

@@ -35,7 +35,7 @@ class BlockByBlock:
     ) -> None:  # fmt: skip
         """kept: block -> buffer that its output is copied to. launching: of a chunk's first row, the context of its
         launches."""
-        self.chunks = chunks
+        self._chunks = chunks
         self._outputs = [_numbered(model.by_parts(chunk.tokens, chunk.step)) for chunk in chunks]
         self._hidden = [chunk.tokens.new_empty(0) for chunk in chunks]  # [T, hidden] each, after its last block
         self._units = self._left = len(chunks) * len(model.blocks)  # ends of blocks: in all, and to come
@@ -53,7 +53,7 @@ class BlockByBlock:
     @property
     def first_row(self) -> int:
         """The first row of the chunk that is computed now, or next."""
-        return self.chunks[self._next].first_row
+        return self._chunks[self._next].first_row
 
     @property
     def hidden(self) -> Tensor:
@@ -66,11 +66,11 @@ class BlockByBlock:
         count = 0
         while count < units and self._left:
             chunk = self._next
-            first = self.chunks[chunk].first_row
+            first = self._chunks[chunk].first_row
             with self._launching(first):
                 block, hidden = next(self._outputs[chunk])
             count += 1
-            self._next = (chunk + 1) % len(self.chunks)
+            self._next = (chunk + 1) % len(self._chunks)
             if hidden is None:
                 continue
             if block in self._kept:

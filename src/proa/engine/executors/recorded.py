@@ -35,7 +35,7 @@ from proa.types import TokenLogprob
 
 # Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
 KEPT_POSITIONS = 1 << 15
-BLOCKS = 5  # the time of a block is the median of so many: one that another program disturbed delays no later one
+BLOCKS = 5  # the time of a block is the median of this many: one disturbed by another program delays no later one
 
 
 class _Parts:
@@ -125,15 +125,9 @@ class RecordedExecutor:
         self._step_s = 0.0
         self._block_s = deque[float](maxlen=BLOCKS)  # seconds of the last blocks of the step in parts
 
-    def launch(self, batch: StepBatch, after: RecordedStep | None = None, *, in_parts: bool = False) -> RecordedStep:
+    def launch(self, batch: StepBatch, after: RecordedStep | None = None) -> RecordedStep:
         step = RecordedStep(batch, time.perf_counter())
         self._copy(batch.copies_before)
-        if in_parts:
-            self._save(max(self._limits.sequences, batch.num_tokens))
-            step.parts = _Parts()
-            self._unfinished.append(step)
-            self._block_s.clear()
-            return step
         self._save(self._limits.sequences)
         rows = self._write_inputs(batch)
         if self._changing:
@@ -150,6 +144,14 @@ class RecordedExecutor:
             self._run_head()
         self.clock.lap(Stage.PROGRAM)
         self._copy(batch.copies_after)
+        return step
+
+    def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> RecordedStep:
+        step = RecordedStep(batch, time.perf_counter(), _Parts())
+        self._copy(batch.copies_before)
+        self._save(max(self._limits.sequences, batch.num_tokens))
+        self._unfinished.append(step)
+        self._block_s.clear()
         return step
 
     def _save(self, rows: int) -> None:
@@ -187,9 +189,6 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         return done
 
-    def launch_beside(self, batch: StepBatch, share: float) -> RecordedStep:
-        return self.launch(batch, in_parts=True)
-
     def runs_beside(self, step: RecordedStep) -> bool:
         return False  # both would need all workers
 
@@ -219,8 +218,7 @@ class RecordedExecutor:
 
     def wait(self, step: RecordedStep) -> StepResult:
         result = step_result(step.batch, step.spans, step.choices, {})
-        if step.batch.prompt_logprobs:
-            result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+        result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
         return result
 
     def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 LEAST_PREFILL_TOKENS = 64  # a step with fewer says little about the rate of prefill
 NEWEST_SHARE = 0.3  # weight of the newest value in a running average
-TRY_EVERY = 16  # of so many refused restores, one is made: its rate may have been measured while the disk was busy
+TRY_EVERY = 16  # every 16th refused restore is made after all: its rate may be that of a busy disk
 
 Tier = Literal["ram", "files"]
 
@@ -38,8 +38,8 @@ class RestoreRates:
             self.prefill.add(num_tokens, seconds)
 
     def worthwhile(self, nbytes: Mapping[Tier, int], num_tokens: int) -> bool:
-        """Whether restoring so many bytes of each tier is predicted to be quicker than computing the tokens, or a rate
-        is unknown, or it was refused often."""
+        """Whether to restore these bytes of each tier: if that is predicted to be quicker than computing the tokens, a
+        rate is unknown, or it is the TRY_EVERY-th refusal."""
         tokens_per_s, restore_s = self.prefill.value, 0.0
         if tokens_per_s is None:
             return True

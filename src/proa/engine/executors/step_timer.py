@@ -8,7 +8,7 @@ from proa.engine.executors.device_queue import Mark, Queue
 from proa.engine.executors.executor import Pace
 
 WINDOW_BLOCKS = 16
-MOST_PENDING = 64  # launches whose time was not read yet: without prompts in turns nothing asks for it
+MOST_PENDING = 64  # launches whose time was not read yet: without prompts in turns nothing reads it
 
 
 class StepTimer:
@@ -35,7 +35,7 @@ class StepTimer:
             del self._pending[:-MOST_PENDING]
 
     def forget_blocks(self) -> None:
-        """Blocks of another step in parts come next: their time is unknown."""
+        """Start anew for another step in parts, the time of whose blocks is unknown."""
         self._last.clear()
         self._pending = [of for of in self._pending if not of[2]]
         self._pace = self._pace._replace(block_s=0.0)

@@ -25,34 +25,27 @@ from proa.plan.cells import Cells
 _SOMEWHERE = "The hidden states were not finite."
 
 
-@dataclass
-class Health:
-    """Facts about the values of a launched step, known before its own logits are read.
-
-    followed: it was launched after another step whose results were not read, and only rows that still count are scored.
-    doubtful: the step before it had a non-finite row, which may be computed here again. early: faults that were read
-    with the step before it.
-    """
-
-    followed: bool = False
-    doubtful: bool = False
-    early: dict[int, str] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class WatchedStep:
     """A launched step whose rows are checked for non-finite values. rows: the sampled ones, in the order of `spans`.
-    next_step: launched after it, before its tokens were read. streamed: see StepResult. overtakes: a step in parts that
-    was launched while another one was unfinished. alone: a step in parts that the device computes without the CPU, so
-    that it may run beside whole steps; the session does not count its launches."""
+    streamed: see StepResult.
+
+    next_step: launched after it, before its tokens were read. followed: it is such a step itself, so only rows that
+    still count are scored. doubtful: the step before it had a non-finite row, which may be computed here again. early:
+    faults that were read with the step before it, by index of the span.
+
+    parts: of a step in parts. overtakes: it was launched while another step in parts was unfinished. alone: the device
+    computes it without the CPU, so that it may run beside whole steps; the session does not count its launches."""
 
     batch: StepBatch
-    health: Health
-    parts: BlockByBlock | None = None
     spans: Sequence[int] = ()
     rows: Sequence[int] = ()
-    next_step: WatchedStep | None = None
     streamed: float | None = None
+    next_step: WatchedStep | None = None
+    followed: bool = False
+    doubtful: bool = False
+    early: dict[int, str] = field(default_factory=dict)
+    parts: BlockByBlock | None = None
     overtakes: bool = False
     alone: bool = False
 
@@ -83,7 +76,7 @@ class WatchedSession:
         step.streamed = 0.0 if self._session.has_experts else None
 
     def begin_parts(
-        self, step: WatchedStep, chunks: int, cells: Cells | None = None, beside: float | None = None
+        self, step: WatchedStep, chunks: int, cells: Cells | None, beside: float | None
     ) -> Callable[[int], AbstractContextManager[None]]:
         """Begin a step in parts, as a pass unless it overtakes one or its cells are not streamed. Returns the context
         of launches, by the first row of a chunk. beside: see Session.begin_pass."""
@@ -124,34 +117,27 @@ class WatchedSession:
     ) -> dict[int, str]:  # fmt: skip
         """The faults of a finished step by index of the span. bad: sampled rows whose logits are not finite. hidden:
         the step's hidden states, in its first rows. between_parts: another step, in parts, is unfinished."""
-        spans, following = step.batch.spans, step.next_step
         if step.parts is not None:
             return self.faults_in_parts(step, non_finite_rows(hidden[: step.batch.num_tokens]))
         if between_parts:
-            return self.faults_between(spans, bad)
-        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
-        next_step = None if following is None else (following.batch.spans, following.health)
-        return self.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=next_step)
+            return self.faults_between(step.batch.spans, bad)
+        all_scored = step.followed or len(step.rows) == step.batch.num_tokens
+        return self.faults_of(step, bad, all_scored=all_scored)
 
-    def faults_of(
-        self, spans: Sequence[Span], health: Health, bad: Collection[int], *, all_scored: bool,
-        next_step: tuple[Sequence[Span], Health] | None,
-    ) -> dict[int, str]:  # fmt: skip
-        """The faults of a finished step by index of the span. bad: rows whose logits are not finite. all_scored: every
-        row that still counts was scored, so any NaN would have reached `bad`. next_step: the step in flight after it,
-        if any; faults read here that are not of this step are put into its Health."""
-        found, health.early = health.early, {}
-        look = bool(bad) or health.doubtful or not all_scored
-        if look or self._cpu_error:
-            found = self.read(spans, look=look) | found
-        if next_step is not None:
-            next_step[1].doubtful = bool(bad)
-        if next_step is None and not health.followed:
-            return found
-        if next_step is not None:
-            if len(next_step[0]) < len(spans):
+    def faults_of(self, step: WatchedStep, bad: Collection[int], *, all_scored: bool) -> dict[int, str]:
+        """The faults of a finished whole step by index of the span. bad: rows whose logits are not finite. all_scored:
+        every row that still counts was scored, so any NaN would have reached `bad`. Faults read here that are not of
+        this step are left to the step after it, as `early`."""
+        spans, following = step.batch.spans, step.next_step
+        look = bool(bad) or step.doubtful or not all_scored
+        found = self.read(spans, look=look) | step.early
+        if following is not None:
+            following.doubtful = bool(bad)
+            if len(following.batch.spans) < len(spans):
                 return {}  # rows have moved up: a fault's row number may be of either step
-            next_step[1].early = {i: why for i, why in found.items() if i not in bad}
+            following.early = {i: why for i, why in found.items() if i not in bad}
+        elif not step.followed:
+            return found
         return {i: why for i, why in found.items() if i in bad}
 
     def read(self, spans: Sequence[Span], *, look: bool) -> dict[int, str]:

@@ -27,8 +27,8 @@ class CopyRules:
     fewer tokens, computing them again beside others takes no longer than the additional step: both read most of the
     experts.
 
-    asking_tokens: the most tokens that a chat template appends to ask for an answer and may omit in the next turn
-    (<think>). The copy at a prompt's end is taken before them.
+    asking_tokens: the most tokens of a generation prompt that the chat template omits from the next turn (<think>). The
+    copy at a prompt's end is taken before them.
     """
 
     every_tokens: int = 32
@@ -65,7 +65,7 @@ class Copying:
         return whole - start if start < whole and end < len(request.tokens) else most_tokens
 
     def leads(self, request: Request) -> bool:
-        """Whether the request is computing a prompt after which a copy will be taken, for which siblings may wait."""
+        """Whether siblings should wait for the copy that will be taken at the end of the prompt being computed."""
         stop = self._prompt_stop(request)
         return request.num_computed < stop and stop - request.copied_tokens >= self._rules.cut_tokens
 
@@ -99,7 +99,7 @@ class Copying:
             self._behind.copied(request, request.node)
 
     def forget(self, item: StepItem) -> None:
-        """Return the slot of an item whose results are discarded."""
+        """Free the slot of an item whose results are discarded."""
         if item.copy_to != NO_SLOT:
             self._copies.give_back(item.copy_to)
 
@@ -114,7 +114,7 @@ class Copying:
         self._copies.check([*reserved, *self._behind.held_slots()])
 
     def _prompt_stop(self, request: Request) -> int:
-        """The last page boundary of the prompt before the tokens that a template may omit in the next turn."""
+        """The last page boundary of the prompt before its last asking_tokens tokens."""
         stop = max(0, request.num_prompt - self._rules.asking_tokens)
         return stop - stop % self._page_tokens
 

@@ -12,7 +12,7 @@ from proa.engine.scheduling.request import NO_SLOT, Request, State
 
 
 def check_pages(
-    allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request], copied: Iterable[int] = ()
+    allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request], copied: Iterable[int]
 ) -> None:
     """Raise IntegrityError unless every page's reference count equals its number of holders. copied: references of
     copies to and from other tiers."""

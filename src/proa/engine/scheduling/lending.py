@@ -20,9 +20,9 @@ from proa.cache.lots import Demand, Lots, lots_due, lots_to_lend
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
 
-IDLE_S = 1.0  # pages are lent that were free for so long
-LOOK_S = 0.25  # between looks for such pages
-STORED_S, KEPT_S = 4.0, 600.0  # a cached prefix stays so long without use: with copies in a lower tier, without
+IDLE_S = 1.0  # pages that have been free for this long are lent
+LOOK_S = 0.25  # from one search for such pages to the next
+STORED_S, KEPT_S = 4.0, 600.0  # how long an unused prefix stays cached: with copies in a lower tier, without
 RESERVE_PAGES = 4  # for each running request
 HEADROOM_TOKENS, HEADROOM_SHARE = 4096, 8  # stay free for the next request, at most an 8th of the pool
 EVICTED_AT_ONCE = 1024  # pages: some 0.4 ms
@@ -33,7 +33,7 @@ class Owner(Protocol):
 
     @property
     def filling(self) -> bool:
-        """Whether `returned` has something to do soon."""
+        """Whether `returned` should be called soon."""
 
     @property
     def rooms_wanted(self) -> int:
@@ -44,7 +44,8 @@ class Owner(Protocol):
     def take_back(self, lot: int) -> None: ...
 
     def returned(self) -> Sequence[int]:
-        """Go on between steps; the lots whose pages may be used again, since the last call."""
+        """Continue taking lots back, between two steps. Returns the lots whose pages have become free since the last
+        call."""
 
 
 class Lent(Protocol):
@@ -52,17 +53,17 @@ class Lent(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `collect` has something to do soon."""
+        """Whether `collect` should be called soon."""
 
     @property
     def due_later(self) -> bool:
         """Whether `collect` should be called every second or so, also while there is no work."""
 
     def collect(self, num_running: int, num_waiting: int) -> None:
-        """Take pages that came back, lend others. Called before each step, and now and then while there is none."""
+        """Take pages that came back, lend others. Called before each step, and regularly while there is none."""
 
-    def come(self, num_pages: int) -> bool:
-        """Ask so many pages back, which a request lacks. Returns whether all of them will come."""
+    def recall(self, num_pages: int) -> bool:
+        """Ask for the return of num_pages pages, which a request lacks. Returns whether all of them will come."""
 
 
 class NothingLent:
@@ -73,7 +74,7 @@ class NothingLent:
     def collect(self, num_running: int, num_waiting: int) -> None:
         pass
 
-    def come(self, num_pages: int) -> bool:
+    def recall(self, num_pages: int) -> bool:
         return False
 
 
@@ -114,7 +115,7 @@ class LentPages:
             self._next_look_s = now + LOOK_S
             self._look(now, may_lend=not num_waiting)
 
-    def come(self, num_pages: int) -> bool:
+    def recall(self, num_pages: int) -> bool:
         self._ask(lots_due(num_pages + self._reserve, self._demand, self._lots.num_pages))
         return num_pages <= self._demand.coming
 
@@ -151,7 +152,7 @@ class LentPages:
             del self._free_since[lot]
 
     def _evict_unused(self, cache: PrefixCache, now: float) -> None:
-        """Evict prefixes that were not used for long, if two lots or more could be lent then."""
+        """Evict prefixes that have long been unused, if that frees two lots or more to lend."""
         self._uses.append((now, cache.uses))
         since = now - (STORED_S if self._stored() else KEPT_S)
         while len(self._uses) > 1 and self._uses[1][0] <= since:

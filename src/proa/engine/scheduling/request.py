@@ -37,7 +37,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "branch_tokens", "copied_tokens", "copy_from", "expert_tokens", "finish_reason", "group", "id",
+        "arrival", "branch_tokens", "copied_tokens", "copy_from", "expert_tokens", "group", "id",
         "keys", "max_length", "min_length", "node", "num_cached", "num_computed", "num_prompt", "num_stored",
         "page_tokens", "pages", "passing", "priority", "restorable", "row", "run_keys", "salt", "sampling", "state",
         "state_slot", "stop_ids", "stop_token", "streamed_tokens", "tokens",
@@ -56,9 +56,7 @@ class Request:
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
-        self.row = Row(
-            self.sampling, self.tokens, self.num_prompt, self.id, matcher
-        )  # the sampler's view of the request
+        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id, matcher)  # the sampler's view
         self.min_length = self.num_prompt + source.sampling.min_tokens  # shorter: eos and stop tokens do not end it
         self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
         self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)
@@ -78,7 +76,6 @@ class Request:
         self.num_stored = 0  # of these, the runs that were given to the tiers, or were there
         self.restorable = self.max_length  # tokens of its prefix that may still be restored for its next admission
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
-        self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
 
     def __repr__(self) -> str:
@@ -123,9 +120,8 @@ class Request:
         """Back to waiting: the tokens stay, their KV will be computed again."""
         self._move(State.WAITING)
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self) -> None:
         self._move(State.FINISHED)
-        self.finish_reason = reason
 
     def forget_pages(self) -> None:
         """Drop page table, state slot and computed tokens; the scheduler has released them."""

@@ -40,7 +40,7 @@ class Behind(Protocol):
         """Whether copies are under way or due, so that `collect` has something to do soon."""
 
     def collect(self) -> None:
-        """Take the results of finished copies and begin due ones. Called before each step, and now and then while no
+        """Take the results of finished copies and begin due ones. Called before each step, and regularly while no
         request runs."""
 
     def holds(self, request: Request) -> bool:
@@ -139,7 +139,7 @@ class _Restoring:
 
 @dataclass(frozen=True)
 class _Due:
-    """What waits to be stored: a run, which ends at `node`, or the copy of states there."""
+    """A run, which ends at `node`, or the copy of states there, that waits to be stored."""
 
     node: PrefixNode
     states: PrefixEnd | None = None
@@ -333,7 +333,7 @@ class BehindTree:
         self._tiers.store(job)
 
     def _entries(self, key: bytes, due: _Due, path: Sequence[int]) -> list[Entry]:
-        """What is to be stored; nothing if the copy of states was evicted."""
+        """The entries to store; none if the copy of states was evicted."""
         size = self._tiers.run_pages
         if due.states is None:
             return [Run(key, path[-size:])]

@@ -27,6 +27,6 @@ class Room:
             raise IntegrityError(f"{num_pages} pages were counted as available but {self._allocator.num_free} are free")
         return pages
 
-    def comes(self, num_missing: int) -> bool:
-        """Ask lent pages back, so many more than are available. Returns whether that many will come."""
-        return num_missing > 0 and self.lent.come(num_missing)
+    def recall(self, num_missing: int) -> bool:
+        """Ask for the return of num_missing lent pages, beyond those available. Returns whether that many will come."""
+        return num_missing > 0 and self.lent.recall(num_missing)

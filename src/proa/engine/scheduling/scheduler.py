@@ -127,9 +127,9 @@ class Scheduler:
         if request is None or request.state is State.FINISHED:
             return False
         if any(item.request is request for plan in self._flying for item in plan.items):
-            request.finish("abort")  # commit() removes it
+            request.finish()  # commit() removes it
         else:
-            self._remove(request, "abort")
+            self._remove(request)
         return True
 
     # ---- a step
@@ -140,7 +140,7 @@ class Scheduler:
         return self.behind.busy or self.room.lent.busy
 
     def collect(self) -> None:
-        """Go on with copies of pages and lent pages. Called before each step, and now and then while there is none."""
+        """Go on with copies of pages and lent pages. Called before each step, and regularly while there is none."""
         self.behind.collect()
         self.room.lent.collect(len(self._running), len(self._waiting))
 
@@ -239,7 +239,7 @@ class Scheduler:
             request = item.request
             if request.state is State.FINISHED:
                 if self._requests.get(request.id) is request:  # else it ended at the last commit
-                    self._remove(request, "abort")
+                    self._remove(request)
                 continue
             if request.id in void:  # its KV and recurrent states may follow from a token that was not sampled
                 self._preempt(request)
@@ -251,8 +251,8 @@ class Scheduler:
             self._share_full_pages(request)
             if self._copying:
                 self._copying.keep(item)
-            if item.samples and (reason := events[-1].finish):
-                self._remove(request, reason)
+            if item.samples and events[-1].finish:
+                self._remove(request)
         return events
 
     def _land(self, plan: StepPlan) -> None:
@@ -296,7 +296,7 @@ class Scheduler:
         return frozenset(item.request.id for plan in self._flying for item in plan.items)
 
     def _plan_prefills(self, step: StepBuilder, most_tokens: int | None = None) -> None:
-        """Add prefill chunks. most_tokens: add only whole prompts, with at most so many tokens in all."""
+        """Add prefill chunks. most_tokens: add only whole prompts, with at most this many tokens in all."""
         if most_tokens == 0 or (not self._waiting and len(step) == len(self._running)):
             return
         end_tokens = 0 if most_tokens is None else step.budget_tokens - most_tokens
@@ -361,7 +361,7 @@ class Scheduler:
             short = self._pages_short(request, match)
             if short <= 0 and len(self._running) < self.limits.num_slots:
                 break
-            if self.room.comes(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
+            if self.room.recall(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
         most, calm, reading = self._matchable_tokens(request), not self._in_flight, {r.copy_from for r in self._running}
@@ -409,7 +409,7 @@ class Scheduler:
         page that is lent, or of a request in flight (`held`)."""
         need = self._pages_needed(request)
         while need > self.room.num_available:
-            if self.room.comes(need - self.room.num_available):
+            if self.room.recall(need - self.room.num_available):
                 return False
             victim = self._running.last_but(held)
             if victim is request and held:
@@ -472,14 +472,14 @@ class Scheduler:
             request.pages = [*request.pages[:first], *held, *request.pages[last:]]
         self.behind.shared(request)
 
-    def _remove(self, request: Request, reason: FinishReason) -> None:
+    def _remove(self, request: Request) -> None:
         if self._copying:
             self._copying.end(request)
         (self._waiting if request.state is State.WAITING else self._running).remove(request)
         self._release(request)
         del self._requests[request.id]
         if request.state is not State.FINISHED:
-            request.finish(reason)
+            request.finish()
 
     def _pages_needed(self, request: Request) -> int:
         """Number of additional pages for all the request's tokens and the drafts of the next step."""
