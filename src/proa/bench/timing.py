@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from statistics import median
 
@@ -42,13 +43,12 @@ class Timing:
     @property
     def gaps_s(self) -> tuple[float, ...]:
         """Times between consecutive pieces, which show stalls that a mean hides."""
-        return tuple(b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.arrivals_s))
 
     @property
     def decode_steps(self) -> tuple[tuple[Stats, Stats, int], ...]:
         """For each piece but the first: (counters at the previous piece, counters at this piece, steps in between)."""
-        pairs = zip(self.stats, self.stats[1:], strict=False)
-        counted = ((a, b, b.scheduler.steps - a.scheduler.steps) for a, b in pairs)
+        counted = ((a, b, b.scheduler.steps - a.scheduler.steps) for a, b in pairwise(self.stats))
         return tuple(one for one in counted if one[2] > 0)
 
 
