@@ -405,7 +405,6 @@ def test_a_failed_gpu_measurement_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_a_gpu_s_memory_is_faster_than_its_link() -> None:
     rates = measure_gpu(0)
-    assert 1e9 < rates.upload < rates.copy
-    assert rates.copy < 8e12, "no GPU is so fast"
-    assert 0.5 < rates.read / rates.copy < 2
-    assert 1e12 < rates.products < 1e16
+    assert 1e9 < rates.pcie_bytes_per_s < rates.vram_bytes_per_s
+    assert rates.vram_bytes_per_s < 8e12, "no GPU is so fast"
+    assert 1e12 < rates.flops_per_s < 1e16
