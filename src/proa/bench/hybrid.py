@@ -311,7 +311,7 @@ class HybridBench:
         await run_requests(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
         readings = RamReadings(self._meter)
         runs = [await readings.measure_run(partial(run_requests, engine, prompts, tokens)) for _ in range(options.runs)]
-        await readings.read_last()
+        await readings.read()
         intervals = [_whole(common_interval(answer.moments for answer in run), options.output_tokens) for run in runs]
         interval = median_interval(intervals)
         rates = self._rates_of(readings.of_run(intervals.index(interval)))
@@ -336,7 +336,7 @@ class HybridBench:
         upper = self._case.shape.vocab // 2
         longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
         after = await readings.measure_run(partial(run_requests, engine, longer, each))
-        await readings.read_last()
+        await readings.read()
         slots = [len(ids) for ids in self._gpu.resident]
         figures = drift_figures(before, after, self._trace(self._gpu.trace or ""), slots, options.drift_tokens)
         rates = self._rates_of(readings.typical)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from proa.bench.asked import parse_numbers
 from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
 from proa.native.formats import Format, usual_forms
@@ -78,7 +79,7 @@ def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
 
 def parse_tokens(text: str) -> tuple[int, ...]:
     """Parse numbers of tokens such as "1,4,128". Raises UsageError."""
-    return _each(text, "--tokens", _count)
+    return parse_numbers(text, "tokens", 1, _MOST_TOKENS)
 
 
 def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:
@@ -110,11 +111,3 @@ def _shape(name: str) -> ExpertShape:
             "Sizes must be at least 1, and TOP_K at most EXPERTS.",
         )
     return ExpertShape(name, hidden, width, experts, top_k)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
-        raise UsageError(
-            f"{text} is not a number of tokens.", f"Give numbers from 1 to {_MOST_TOKENS}, as in --tokens 1,4,128."
-        )
-    return int(text)
