@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from proa.bench.gpu_rates import measure_gpu
-from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, limit_notes, parse_counts
+from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, limit_notes
 from proa.bench.hybrid_ask import run_requests
 from proa.bench.hybrid_figures import (
     DecodeInterval,
@@ -331,7 +331,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> N
 
 
 def test_each_number_of_requests_once() -> None:
-    assert parse_counts("2, 1,2,8") == (2, 1, 8)
+    assert case_of(HybridOptions(requests="2, 1,2,8")).counts == (2, 1, 8)
 
 
 def test_prompts_are_random_and_the_same_every_time() -> None:

@@ -12,9 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from isas import ISAS
-from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens, weight_formats
+from proa.bench.asked import parse_numbers
+from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes, weight_formats
 from proa.bench.kernel_ceilings import CeilingRates
-from proa.bench.kernel_plan import KernelOptions, plan_kernels
+from proa.bench.kernel_plan import MOST_TOKENS, KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
 from proa.bench.kernels import Cell, RoutedBatch, open_bench, predicted_us, roof
 from proa.cli.main import run as proa
@@ -48,7 +49,7 @@ def test_all_names_of_the_lists() -> None:
     assert "tiny" not in {shape.name for shape in parse_shapes("all")}
     custom = parse_shapes("2048x768/128/8")[0]
     assert (custom.hidden, custom.width, custom.experts, custom.top_k) == (2048, 768, 128, 8)
-    assert parse_tokens(KernelOptions().tokens) == TOKENS
+    assert parse_numbers(KernelOptions().tokens, "tokens", 1, MOST_TOKENS) == TOKENS
 
 
 @pytest.mark.parametrize(

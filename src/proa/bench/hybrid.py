@@ -179,7 +179,7 @@ def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
 def case_of(options: HybridOptions) -> HybridCase:
     """Check the options and derive the engine's options. Raises UsageError."""
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
-    counts = parse_counts(options.requests)
+    counts = parse_numbers(options.requests, "requests", 1, MOST_REQUESTS)
     most = max(counts)
     if _step_tokens(options) <= most:
         raise UsageError(
@@ -243,11 +243,6 @@ def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
             "--resident excludes --gpu-experts and --gpu-resident-layers.", "Give only one of these options."
         )
     return replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
-
-
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Parse numbers of requests such as "1,2,4,8". Raises UsageError."""
-    return parse_numbers(text, "requests", 1, MOST_REQUESTS)
 
 
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import msgspec
 
-from proa.bench.asked import parse_numbers
 from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
 from proa.native.formats import Format, usual_forms
@@ -18,7 +17,6 @@ T = TypeVar("T")
 
 ALL = "all"
 TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024, 4096)
-_MOST_TOKENS = 1 << 16
 _CUSTOM = re.compile(r"(\d{1,6})x(\d{1,6})/(\d{1,5})/(\d{1,3})")
 
 
@@ -75,11 +73,6 @@ def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
     if text.strip() == ALL:
         return tuple(shape for name, shape in SHAPES.items() if name != "tiny")
     return _each(text, "--shapes", _shape)
-
-
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Parse numbers of tokens such as "1,4,128". Raises UsageError."""
-    return parse_numbers(text, "tokens", 1, _MOST_TOKENS)
 
 
 def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:

@@ -13,6 +13,7 @@ from statistics import median
 
 from proa.bench.asked import gpu_of, parse_numbers
 from proa.bench.hybrid import HybridEngineOptions
+from proa.bench.hybrid_ask import greedy
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
 from proa.bench.predicted import planned
@@ -38,7 +39,6 @@ from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.predict import prefill
 from proa.plan.prepare import Prepared, prepare, ram_rate
-from proa.types import EngineRequest, Sampling
 from proa.weights.frequencies import ROUTERS
 
 QUESTION = "How long does a prompt take to its first token?"
@@ -150,22 +150,22 @@ async def _measure_all(
     options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], predicted: Mapping[int, float],
     prepared: Prepared, rates: _Rates, notes: Sequence[str], report: Callable[[Result], None],
 ) -> None:  # fmt: skip
-    """predicted: by length, seconds to the first token; empty behind a cached prefix."""
+    """predicted: by length, seconds to the first token; empty with a cached prefix, or if rates are unknown."""
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
         rows = (*prepared.plan.decisions, *ready.decisions)
-        said = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
+        decided = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
         for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
             figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
-            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *said)))
+            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided)))
     finally:
         await engine.close()
 
 
 async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
-    """Prompts of this length, each behind the cached prefix and with new tokens of its own."""
+    """Measure prompts of this length: the cached prefix, if there is one, then new tokens that no other prompt has."""
     (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
     prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
     if prefix:
@@ -179,10 +179,9 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
 
 
 async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> float:
-    """Seconds to the first token, which is the last one. Raises ProaError if there is none."""
-    request = EngineRequest(id=name, tokens=prompt, sampling=Sampling(max_tokens=1, temperature=0.0))
+    """Return the seconds to the first token; only one is generated. Raises ProaError if there is none."""
     begin, took_s = time.perf_counter(), None
-    async with aclosing(engine.generate(request)) as events:
+    async with aclosing(engine.generate(greedy(name, prompt, 1))) as events:
         async for event in events:
             if event.error:
                 raise ProaError(f"The engine generated no token: {event.error}", "Report this as a bug.")
