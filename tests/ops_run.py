@@ -27,7 +27,10 @@ def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
 class TorchRun:
     """Plain torch."""
 
-    rms_norm = staticmethod(reference.rms_norm)
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return reference.rms_norm(x, Norm(weight, eps, offset))
+
     rotary = staticmethod(reference.rotary)
     route = staticmethod(reference.route)
     argmax = staticmethod(reference.argmax)
@@ -146,7 +149,7 @@ class NativeRun:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = ops.rms_norm(x, weight, eps, offset)
+        y = ops.rms_norm(x, Norm(weight, eps, offset))
         self._run(recorder)
         return y.clone()
 

@@ -24,7 +24,6 @@ from proa.bench.kernel_cases import ExpertShape
 from proa.bench.kernel_plan import KernelOptions
 from proa.bench.kernel_weights import bf16_bits
 from proa.bench.kernels import LEAST_CALLS, MOST_CALLS, RoutedBatch, KernelBench, Cell, open_bench, roof
-from proa.bench.timing import percentile
 from proa.config.parse import HelpShown, parse
 from proa.errors import ProaError, UsageError
 
@@ -176,10 +175,11 @@ def _row(bench: KernelBench, peer: Peer, cell: Cell, shape: ExpertShape, loaded:
     nbytes = touched * shape.expert_parameters * loaded.weight_bits / 8
     flops = 2.0 * cell.tokens * shape.top_k * shape.expert_parameters
     bound, roof_us = roof(nbytes, flops, before, after)
+    us_p10, us_p90 = (1e6 * np.percentile(times, (10, 90))).tolist()
     return {
         "peer": f"{peer.name} {peer.version}", "format": cell.format, "peer_format": peer.formats[cell.format],
-        "shape": cell.shape, "tokens": cell.tokens, "us": us, "us_p10": 1e6 * percentile(times, 10),
-        "us_p90": 1e6 * percentile(times, 90), "gbytes_per_s": nbytes / us / 1e3, "gflops": flops / us / 1e3,
+        "shape": cell.shape, "tokens": cell.tokens, "us": us, "us_p10": us_p10,
+        "us_p90": us_p90, "gbytes_per_s": nbytes / us / 1e3, "gflops": flops / us / 1e3,
         "bound": bound, "roof_us": roof_us, "roof_share": roof_us / us, "experts": cell.experts, "layers": cell.layers,
         "threads": peer.threads, "calls": len(times), "relative_error": error, "proa_us": cell.us,
         "times_of_proa": us / cell.us,

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proa.bench.asked import parse_numbers
-from proa.bench.hybrid import parse_counts
+from proa.bench.hybrid import MOST_REQUESTS
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.limit import busy_notes, ram_meter
 from proa.bench.prefill import MOST_PROMPT
@@ -144,7 +144,7 @@ def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="beside_freetoken.py", summary="times Proa and FreeToken in turns").options
     modes = parse_modes(options.modes)
     lengths = parse_numbers(options.prefill, "prefill", 2, MOST_PROMPT) if options.prefill else ()
-    counts = lengths or parse_counts(options.requests)
+    counts = lengths or parse_numbers(options.requests, "requests", 1, MOST_REQUESTS)
     machine, notes = Machine(), list(busy_notes())
     with _folder(options.keep) as kept:
         pairs = _alternate(options, modes, Path(kept), machine, notes)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proa.bench.asked import parse_numbers
-from proa.bench.hybrid import parse_counts
+from proa.bench.hybrid import MOST_REQUESTS
 from proa.bench.prefill import MOST_PROMPT
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
@@ -131,7 +131,7 @@ class PromptRow(Facts):
 def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="run_freetoken.py", summary="times FreeToken on random weights").options
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
-    counts = (1,) if options.prefill else parse_counts(options.requests)
+    counts = (1,) if options.prefill else parse_numbers(options.requests, "requests", 1, MOST_REQUESTS)
     lengths = parse_numbers(options.prefill, "prefill", 2, MOST_PROMPT) if options.prefill else ()
     with _folder(options.keep) as kept, redirect_stdout(sys.stderr):  # it prints, too
         notes = list(busy_notes())

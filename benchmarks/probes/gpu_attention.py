@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from proa.ops.caches import KvPages
 from proa.ops.sizes import argmax_keys, attention_floats, attention_splits
-from proa.ops.table import Angles, QkNorm
+from proa.ops.table import Angles, Norm, QkNorm
 from proa.ops.triton import argmax, attention, heads, norm
 
 PAGE_TOKENS = 16
@@ -176,7 +176,7 @@ def sweep_prefill() -> None:
 def small_ones(bandwidth: float) -> None:
     for rows in (1, 8, 64, 2048):
         x, y, out, weight = rand(rows, 2048), rand(rows, 2048), rand(rows, 2048), rand(2048)
-        time = microseconds([lambda: norm.add_rms_norm(x, y, weight, 1e-6, out)])  # noqa: B023
+        time = microseconds([lambda: norm.add_rms_norm(x, y, Norm(weight, 1e-6), out)])  # noqa: B023
         share = 8 * x.numel() / time / bandwidth
         print(f"add and norm, {rows} x 2048: {time:.1f} us, {share:.0%} of the copy (from the cache where it fits)")
         qkv, slots = rand(rows, 40, 128), torch.arange(rows, device="cuda")

@@ -158,10 +158,10 @@ class Case:
         combine(self.space.partial, routing.weights, routing.at.down, Added(), Into(self.out))
 
     def few_up(self, routing: Routing) -> None:
-        experts_few.gate_up(self.x, routing.at.up, self.shape, self.space.h)
+        experts_few.multiply_pairs(self.x, routing.at.up, self.shape, self.space.h, up=True)
 
     def few_down(self, routing: Routing) -> None:
-        experts_few.down(self.space.h, routing.at.down, self.shape, self.space.partial)
+        experts_few.multiply_pairs(self.space.h, routing.at.down, self.shape, self.space.partial, up=False)
 
     def group(self, routing: Routing, size: int) -> None:
         experts_grouped.group(routing.at.ids, EXPERTS, size, self.space.groups)
@@ -169,12 +169,13 @@ class Case:
     def grouped_up(self, routing: Routing, size: int) -> None:
         """With its group, which belongs to one routing."""
         self.group(routing, size)
-        experts_grouped.gate_up_grouped(self.x, routing.at.up, self.space.groups, size, self.shape, self.space.h)
+        at, by = routing.at.up, self.space.groups
+        experts_grouped.multiply_blocks(self.x, at, by, size, self.shape, self.space.h, up=True)
 
     def grouped_down(self, routing: Routing, size: int) -> None:
         self.group(routing, size)
         at, by = routing.at.down, self.space.groups
-        experts_grouped.down_grouped(self.space.h, at, by, size, self.shape, self.space.partial)
+        experts_grouped.multiply_blocks(self.space.h, at, by, size, self.shape, self.space.partial, up=False)
 
 
 def time_experts(copy: float, layers: Sequence[Layer]) -> None:

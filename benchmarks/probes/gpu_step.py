@@ -20,7 +20,7 @@ from proa.ops.added import Added
 from proa.ops.caches import KvPages
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.sizes import attention_floats, attention_splits
-from proa.ops.table import Angles, QkNorm, RouterRule
+from proa.ops.table import Angles, Norm, QkNorm, RouterRule
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
@@ -96,14 +96,14 @@ class Step:
 
     def block(self, of: Layer) -> None:
         r, (before, after, of_q, of_k) = self.rows, of.norms
-        norm.add_rms_norm(r.x, r.y, before, 1e-6, r.normed)
+        norm.add_rms_norm(r.x, r.y, Norm(before, 1e-6), r.normed)
         self.map(r.normed, of.qkv, r.qkv.flatten(1))
         q, kv = r.qkv[:, :HEADS], r.qkv[:, HEADS:]
         heads.rotate_store(q, kv, QkNorm(of_q, of_k, 1e-6), self.angles, of.cache, self.slots, q)
         softmax = attention.Softmax(DIM**-0.5)
         attention.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.floats, r.attended)
         self.map(r.attended.flatten(1), of.out, r.y)
-        norm.add_rms_norm(r.x, r.y, after, 1e-6, r.normed)
+        norm.add_rms_norm(r.x, r.y, Norm(after, 1e-6), r.normed)
         self.map(r.normed, of.router, r.logits)
         route.route(r.logits, self.slots, RULE, r.at.ids, r.weights)
         locate(r.at.ids, of.residency, r.at)
@@ -120,7 +120,7 @@ class Step:
         """As many layers as the model has, each a few times."""
         for i in range(MODEL_LAYERS):
             self.block(self.layers[i % LAYERS])
-        norm.add_rms_norm(self.rows.x, self.rows.y, self.last, 1e-6, self.rows.normed)
+        norm.add_rms_norm(self.rows.x, self.rows.y, Norm(self.last, 1e-6), self.rows.normed)
         self.map(self.rows.normed, self.head, self.rows.vocabulary)
 
 

@@ -103,7 +103,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=2, help="pairs of runs, without and with the tier")
     parser.add_argument("--only-tier", action="store_true", help="no runs without the tier")
     given = parser.parse_args()
-    pcie_bytes_per_s = measure_gpu(0).upload
+    pcie_bytes_per_s = measure_gpu(0).pcie_bytes_per_s
     for size in ((None,) if given.only_tier else (0, None)) * given.runs:
         with tempfile.TemporaryDirectory(prefix="proa-shape-") as made:
             asyncio.run(measure(given, made, size, pcie_bytes_per_s))

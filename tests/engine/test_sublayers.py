@@ -28,7 +28,7 @@ from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
 from proa.ops.reference import reference, rms_norm
-from proa.ops.table import batch_of
+from proa.ops.table import Norm, batch_of
 from rank_runs import Work
 from rank_runs import logits as rank_logits
 from unit.vram_cases import gpu, machine, plan, row
@@ -162,14 +162,14 @@ def test_the_residual_loop(spec: Model) -> None:
     x = values["embed.weight"][PROMPT] * spec.embedding_factor
     for i, block in enumerate(spec.blocks):
         if block.mixer is not None:
-            norm = rms_norm(x, values[f"blocks.{i}.norm1.weight"], spec.norm_eps)
+            norm = rms_norm(x, Norm(values[f"blocks.{i}.norm1.weight"], spec.norm_eps))
             torch.testing.assert_close(next(outputs), norm, atol=1e-4, rtol=1e-4)
             x = x + spec.residual_factor * next(outputs)
         if block.ffn is not None:
-            norm = rms_norm(x, values[f"blocks.{i}.norm2.weight"], spec.norm_eps)
+            norm = rms_norm(x, Norm(values[f"blocks.{i}.norm2.weight"], spec.norm_eps))
             x = x + spec.residual_factor * ffn(block.ffn, inside(values, f"blocks.{i}.ffn."), norm)
     head = values["embed.weight" if spec.tied else "head.weight"]
-    logits = rms_norm(x, values["norm.weight"], spec.norm_eps) @ head.T * spec.logits_factor
+    logits = rms_norm(x, Norm(values["norm.weight"], spec.norm_eps)) @ head.T * spec.logits_factor
     torch.testing.assert_close(found, logits, atol=1e-3, rtol=1e-4)
 
 

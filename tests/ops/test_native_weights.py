@@ -4,6 +4,8 @@ products is at most n 2^-24 of the sum of magnitudes; that of a weight rounded o
 
 from __future__ import annotations
 
+import ctypes
+
 import gguf
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from gguf_blocks import random_blocks
 from isas import ISAS
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, e2m1_values, pack_blocks, random_weights
-from proa.native.formats import Format, Stored, facts, format_kernels, gguf_kept, kept_form, layout
+from proa.native.formats import Format, Stored, facts, gguf_kept, kept_form, layout
+from proa.native.library import library
 from proa.native.pool import Pool
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
 
@@ -135,9 +138,18 @@ def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, gr
             break  # tiles add up in another order
 
 
+class FormatKernels(ctypes.Structure):
+    """proa_format_kernels of tables.h: integer products up to digit_rows, matrix tiles from tile_rows on, weights
+    expanded once for all rows from wide_rows on. 0: none of that kind."""
+
+    _fields_ = (("digit_rows", ctypes.c_int32), ("tile_rows", ctypes.c_int32), ("wide_rows", ctypes.c_int32))
+
+
 def other_way_from(isa: str, form: Format) -> int:
     """The number of tokens from which on an instruction set uses another algorithm."""
-    kernels = format_kernels(isa, form)
+    parameters = ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(FormatKernels)
+    kernels = FormatKernels()
+    library().bind({"proa_get_format_kernels": parameters}).proa_get_format_kernels(isa.encode(), form, kernels)
     if kernels.tile_rows:
         return kernels.tile_rows
     return kernels.digit_rows + 1 if kernels.digit_rows else kernels.wide_rows

@@ -19,9 +19,9 @@ from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
 from ops.op_cases import DTYPES, EPS32, OPS_AND_TYPES, TORCH, Run, assert_within, natives, rand, stored
 from ops_run import NativeRun
-from proa.models.spec import ExpertGroups, Gating, Router
+from proa.models.spec import SILU, ExpertGroups, Gating, Router
 from proa.ops.caches import KvPages
-from proa.ops.reference import silu_mul
+from proa.ops.reference import gated
 from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, RouterRule, batch_of
 
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]
@@ -152,13 +152,13 @@ def test_a_routers_logits_are_not_rounded(ops: Run, dtype: torch.dtype, bias: bo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype: torch.dtype, rng: torch.Generator) -> None:
+def test_gated_by_silu(dtype: torch.dtype, rng: torch.Generator) -> None:
     x = rand(rng, 5, 2 * 33, dtype=dtype)
     gate, up = x.double().chunk(2, -1)
     want = gate / (1 + (-gate).exp()) * up
     silu = (want / up).nan_to_num()
     bound = want.abs() * 8 * EPS32 + stored(want, dtype) + stored(silu, dtype) * up.abs() * 1.01
-    assert_within(silu_mul(x), want, bound)
+    assert_within(gated(x, SILU), want, bound)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)

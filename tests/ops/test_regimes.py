@@ -98,7 +98,8 @@ class Attended:
         self.queries = random_rows(tokens, self.HEADS * self.DIM, seed + 2)
         self.table = np.random.default_rng(seed).permutation(pages).astype(np.int32)
         self.cache = Cache(
-            self.keys.ctypes.data, self.values.ctypes.data, pages, self.PAGE, self.KV_HEADS, self.DIM
+            self.keys.ctypes.data, self.values.ctypes.data, pages, self.PAGE, self.KV_HEADS, self.DIM, key_scale=1.0,
+            value_scale=1.0,
         )  # fmt: skip
 
     def run(self, regime: Regime, spans: list[tuple[int, int]]) -> list[np.ndarray]:

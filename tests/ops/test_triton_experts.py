@@ -96,12 +96,13 @@ def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: E
         return
     up, down = layer.pair_biases(at.ids)
     if kind == 0:
-        experts_few.gate_up(x, at.up, layer.shape, space.h, up)
-        experts_few.down(space.h, at.down, layer.shape, space.partial, down)
+        experts_few.multiply_pairs(x, at.up, layer.shape, space.h, up, up=True)
+        experts_few.multiply_pairs(space.h, at.down, layer.shape, space.partial, down, up=False)
     else:
         experts_grouped.group(routing.at.ids, layer.count, kind, space.groups)
-        experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h, up)
-        experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial, down)
+        by, of = space.groups, layer.shape
+        experts_grouped.multiply_blocks(x, at.up, by, kind, of, space.h, up, up=True)
+        experts_grouped.multiply_blocks(space.h, at.down, by, kind, of, space.partial, down, up=False)
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:

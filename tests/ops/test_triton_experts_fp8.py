@@ -19,7 +19,7 @@ from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import experts as launcher
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
-from proa.ops.triton.experts_fp8 import BLOCK_TOKENS, down_fp8, fp8_space, pays
+from proa.ops.triton.experts_fp8 import BLOCK_TOKENS, fp8_space, multiply_fp8, pays
 from proa.ops.triton.experts_grouped import block_tokens, group, groups
 from proa.ops.triton.fp8_rows import fp8_rows, round_rows
 from proa.plan import fp8_activations
@@ -155,7 +155,7 @@ def products(weights: Weights, x: Tensor, device: torch.device) -> tuple[Tensor,
     by, out = groups(len(x), 1, device), poisoned(len(x), len(weights.values), dtype=torch.float32).to(device)
     group(ids, 1, 32, by)
     shape = ExpertShape(len(weights.values), x.shape[1], BF16_FORM, Form(weights.format, weights.group))
-    down_fp8(rows, torch.full_like(ids, memory.data_ptr(), dtype=torch.int64), by, 32, shape, out)
+    multiply_fp8(rows, torch.full_like(ids, memory.data_ptr(), dtype=torch.int64), by, 32, shape, out, up=False)
     return out.cpu(), values(rows, x.shape[1])
 
 

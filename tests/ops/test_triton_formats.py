@@ -45,11 +45,11 @@ class Downs:
         pairs, address = len(ids), self.address[ids].to(self.device)[:, None]
         x, out = x.to(self.device), poisoned(pairs, self.shape.hidden, dtype=torch.float32).to(self.device)
         if block_tokens == 0:
-            experts_few.down(x, address, self.shape, out)
+            experts_few.multiply_pairs(x, address, self.shape, out, up=False)
             return out
         by = experts_grouped.groups(pairs, len(self.stack), self.device)
         experts_grouped.group(ids.int()[:, None].to(self.device), len(self.stack), block_tokens, by)
-        experts_grouped.down_grouped(x, address, by, block_tokens, self.shape, out)
+        experts_grouped.multiply_blocks(x, address, by, block_tokens, self.shape, out, up=False)
         return out
 
 
@@ -188,11 +188,11 @@ def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device
     address, h = torch.full((3, 1), data.data_ptr()), poisoned(3, width)
     address, h, given = address.to(device), h.to(device), x.to(device)
     if block_tokens == 0:
-        experts_few.gate_up(given, address, shape, h)
+        experts_few.multiply_pairs(given, address, shape, h, up=True)
     else:
         by = experts_grouped.groups(3, 1, device)
         experts_grouped.group(ids.int()[:, None].to(device), 1, block_tokens, by)
-        experts_grouped.gate_up_grouped(given, address, by, block_tokens, shape, h)
+        experts_grouped.multiply_blocks(given, address, by, block_tokens, shape, h, up=True)
     a, b = (expected(part, x, ids, block_tokens > 0) for part in (gate, up))
     want = a.y * a.y.sigmoid() * b.y
     error = 1.15 * a.bound * (b.y.abs() + b.bound) + a.y.abs() * b.bound  # the slope of silu is at most 1.1

@@ -25,7 +25,7 @@ def rotary(x: Tensor, rotation: Angles) -> Tensor:
     return out
 
 
-def rotated(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: float) -> tuple[Tensor, Tensor]:
+def rotated(x: Tensor, weight: Tensor | None, rotation: Angles, offset: float) -> tuple[Tensor, Tensor]:
     """x [T, heads, D] after norm and rotation, in float64, and its error bound."""
     slack = torch.zeros_like(x, dtype=torch.float64)
     if weight is not None:
@@ -36,8 +36,6 @@ def rotated(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: f
         close = (exact + error).to(BF16) != (exact - error).to(BF16)
         slack = torch.where(close, exact.abs() * torch.finfo(BF16).eps, 0)
         x = rounded
-    if rotation is None:
-        return x.double(), slack
     want = rotary(x.double(), rotation)
     size = (x.double().abs() + slack).sum(-1, keepdim=True)
     moved = slack.sum(-1, keepdim=True).expand_as(want)  # at most all of a head's neighbours at once
@@ -53,7 +51,7 @@ def rotated(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: f
         (3, 4, 2, 96, 32, False),
         (2, 2, 1, 192, 64, True),
         (70, 2, 1, 16, 8, False),
-        (3, 2, 1, 24, 0, False),
+        (3, 2, 1, 24, 2, False),
     ],
 )
 def test_rotate_store(
@@ -77,7 +75,7 @@ def test_rotate_store(
         slots[rows // 2] = -1
     live = slots >= 0
     angles = rand(rng, rows, turning // 2, dtype=torch.float32) * 10
-    rotation = Angles(angles.cos(), angles.sin(), interleaved) if turning else None
+    rotation = Angles(angles.cos(), angles.sin(), interleaved)
     norms = QkNorm(rand(rng, dim), rand(rng, dim), 1e-6, offset) if norm else None
 
     got = qkv.clone().to(device)
@@ -89,7 +87,7 @@ def test_rotate_store(
         q[:, ::apart],
         kv,
         None if norms is None else QkNorm(norms.q.to(device), norms.k.to(device), norms.eps, offset),
-        None if rotation is None else Angles(rotation.cos.to(device), rotation.sin.to(device), interleaved),
+        Angles(rotation.cos.to(device), rotation.sin.to(device), interleaved),
         cache,
         slots.to(device),
         out,
@@ -110,7 +108,7 @@ def test_rotate_store(
         assert stored_rows[untouched].isnan().all()
 
 
-@pytest.mark.parametrize(("dim", "turning", "norm"), [(128, 64, True), (24, 24, False), (80, 0, False)])
+@pytest.mark.parametrize(("dim", "turning", "norm"), [(128, 64, True), (24, 24, False), (80, 40, False)])
 def test_rotate_store_in_e4m3(dim: int, turning: int, norm: bool, rng: torch.Generator, device: torch.device) -> None:
     """The values of a bfloat16 cache, divided by the scale and rounded; unused slots are unchanged."""
     rows, heads, kv_heads, page_tokens = 9, 3, 2, 5
@@ -119,7 +117,7 @@ def test_rotate_store_in_e4m3(dim: int, turning: int, norm: bool, rng: torch.Gen
     slots = torch.randperm(4 * page_tokens, generator=rng)[:rows]
     slots[4] = -1
     angles = rand(rng, rows, turning // 2, dtype=torch.float32).to(device) * 10
-    rotation = Angles(angles.cos(), angles.sin(), False) if turning else None
+    rotation = Angles(angles.cos(), angles.sin(), False)
     norms = QkNorm(rand(rng, dim).to(device), rand(rng, dim).to(device), 1e-6) if norm else None
     wide = KvPages(*poisoned(2, 4, page_tokens, kv_heads, dim).to(device))
     codes = torch.full((2, 4, page_tokens, kv_heads, dim), 0x7F, dtype=torch.uint8, device=device)
@@ -150,14 +148,15 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     cache = KvPages(*torch.zeros(2, 1, 4, 2, 16, dtype=BF16, device=device))
     qkv, slots = torch.zeros(3, 8, 16, dtype=BF16, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     q, kv = qkv[:, :4], qkv[:, 4:]
-    angles = torch.zeros(2, 8, device=device)
+    angles = torch.zeros(3, 8, device=device)
+    rotation = Angles(angles, angles, False)
     with pytest.raises(ValueError, match="cos"):
-        rotate_store(q, kv, None, Angles(angles, angles, False), cache, slots, q)
+        rotate_store(q, kv, None, Angles(angles[:2], angles[:2], False), cache, slots, q)
     with pytest.raises(ValueError, match="slots"):
-        rotate_store(q, kv, None, None, cache, slots[:2], q)
+        rotate_store(q, kv, None, rotation, cache, slots[:2], q)
     with pytest.raises(ValueError, match="does not fit a cache"):
-        rotate_store(q, kv[:, 1:], None, None, cache, slots, q)
+        rotate_store(q, kv[:, 1:], None, rotation, cache, slots, q)
     with pytest.raises(ValueError, match="must have heads"):
-        rotate_store(q[:, ::2], kv, None, None, cache, slots, q[:, ::2])
+        rotate_store(q[:, ::2], kv, None, rotation, cache, slots, q[:, ::2])
     with pytest.raises(ValueError, match="do not fit"):
         gate(q[:, ::2], q[:, ::2])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.table import Norm
 from proa.ops.triton import norm
 
 
@@ -27,7 +28,7 @@ def test_rms_norm(
     x = rand(rng, shape[0], *shape[1:-1], shape[-1] + extra).to(device)[..., : shape[-1]]
     weight = rand(rng, shape[-1]).to(device)
     out = poisoned(shape[0], *shape[1:-1], shape[-1] + extra).to(device)
-    norm.rms_norm(x, weight, 1e-5, out[..., : shape[-1]], offset)
+    norm.rms_norm(x, Norm(weight, 1e-5, offset), out[..., : shape[-1]])
     want = normed(x, weight, 1e-5, offset)
     assert_within(out[..., : shape[-1]], want, bound_of(want))
     assert out[..., shape[-1] :].isnan().all()
@@ -42,7 +43,7 @@ def test_add_rms_norm(
     x, y = rand(rng, rows, width).to(device), rand(rng, rows, width + 8, dtype=dtype).to(device)[:, :width]
     weight, out = rand(rng, width).to(device), poisoned(rows, width).to(device)
     total = (x.float() + y.float()).to(BF16)
-    norm.add_rms_norm(x, y, weight, 1e-6, out, offset)
+    norm.add_rms_norm(x, y, Norm(weight, 1e-6, offset), out)
     assert torch.equal(x, total)
     want = normed(total, weight, 1e-6, offset)
     assert_within(out, want, bound_of(want))
@@ -50,7 +51,7 @@ def test_add_rms_norm(
 
 def test_a_row_of_zeros_stays_zero(rng: torch.Generator, device: torch.device) -> None:
     out = poisoned(2, 40).to(device)
-    norm.rms_norm(torch.zeros(2, 40, dtype=BF16, device=device), rand(rng, 40).to(device), 1e-6, out)
+    norm.rms_norm(torch.zeros(2, 40, dtype=BF16, device=device), Norm(rand(rng, 40).to(device), 1e-6), out)
     assert not out.any()
 
 
@@ -58,4 +59,4 @@ def test_a_row_of_zeros_stays_zero(rng: torch.Generator, device: torch.device) -
 def test_unsupported_arguments_are_refused(shape: tuple[int, ...], device: torch.device) -> None:
     x = torch.zeros(shape, dtype=BF16, device=device)
     with pytest.raises(ValueError, match=r"columns|shapes"):
-        norm.rms_norm(x, torch.zeros(shape[-1], dtype=BF16, device=device), 1e-6, torch.empty_like(x))
+        norm.rms_norm(x, Norm(torch.zeros(shape[-1], dtype=BF16, device=device), 1e-6), torch.empty_like(x))

@@ -17,7 +17,7 @@ from proa.bench.prompts import distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.serve import ServeBenchOptions, arrival_times, serve_figures
 from proa.bench.table import render
-from proa.bench.timing import Timing, percentile, spread_ms
+from proa.bench.timing import Timing, spread_ms
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
 from proa.engine.stats import SchedulerStats, Stats, StepSeconds
@@ -42,17 +42,18 @@ def test_a_single_token_has_no_time_per_further_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [([5.0], 99, 5.0), ([1, 2, 3, 4, 5], 50, 3), ([5, 1, 3], 0, 1), ([1, 2], 50, 1.5), ([0, 10, 20], 90, 18)],
-)
-def test_percentile(values: list[float], percent: float, expected: float) -> None:
-    assert percentile(values, percent) == pytest.approx(expected)
+    ("values", "which", "expected"),
+    [
+        ([5.0], "p99", 5.0), ([1, 2, 3, 4, 5], "median", 3), ([1, 2], "median", 1.5), ([20, 0, None, 10], "p90", 18),
+        ([10, 0], "p10", 1),
+    ],
+)  # fmt: skip
+def test_spread(values: list[float | None], which: str, expected: float) -> None:
+    assert spread_ms("itl", values)[f"itl_ms_{which}"] == pytest.approx(1e3 * expected)
 
 
 def test_spread_of_nothing_is_unknown() -> None:
     assert set(spread_ms("tpot", [None]).values()) == {None}
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
 
 
 def test_latency_figures() -> None:

@@ -12,9 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from isas import ISAS
-from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens, weight_formats
+from proa.bench.asked import parse_numbers
+from proa.bench.kernel_cases import SHAPES, TOKENS, parse_formats, parse_shapes, weight_formats
 from proa.bench.kernel_ceilings import CeilingRates
-from proa.bench.kernel_plan import KernelOptions, plan_kernels
+from proa.bench.kernel_plan import MOST_TOKENS, KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
 from proa.bench.kernels import Cell, RoutedBatch, open_bench, predicted_us, roof
 from proa.cli.main import run as proa
@@ -48,7 +49,7 @@ def test_all_names_of_the_lists() -> None:
     assert "tiny" not in {shape.name for shape in parse_shapes("all")}
     custom = parse_shapes("2048x768/128/8")[0]
     assert (custom.hidden, custom.width, custom.experts, custom.top_k) == (2048, 768, 128, 8)
-    assert parse_tokens(KernelOptions().tokens) == TOKENS
+    assert parse_numbers(KernelOptions().tokens, "tokens", 1, MOST_TOKENS) == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,8 @@ def test_all_names_of_the_lists() -> None:
         (["--shapes", "qwen3-nxt"], ["Did you mean qwen3-next?", "HIDDENxWIDTH/EXPERTS/TOP_K"]),
         (["--shapes", "64x64/2/3"], ["TOP_K at most EXPERTS"]),
         (["--shapes", "0x64/2/1"], ["at least 1"]),
-        (["--tokens", "0"], ["0 is not a number of tokens", "1 to 65536"]),
-        (["--tokens", "two"], ["two is not a number"]),
+        (["--tokens", "0"], ["--tokens is '0'", "1 to 65536"]),
+        (["--tokens", "two"], ["--tokens is 'two'"]),
         (["--isa", "mmx"], ["no kernels named mmx", "avx2"]),
         (["--threads", "4000"], ["--threads 4000", "Use at most"]),
         (["--seconds", "0"], ["--seconds"]),

@@ -34,7 +34,7 @@ def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> RamRea
     async def go() -> None:
         for seconds in runs_s:
             assert await readings.measure_run(lambda s=seconds: timed(s)) == f"took {seconds}"
-        await readings.read_last()
+        await readings.read()
 
     asyncio.run(go())
     return readings

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.bench.gpu_rates import GpuRates
 from proa.cli.checks import Examined, gpu_speed
 from proa.errors import ResourceError, UsageError
 from proa.machine.load import Load
@@ -184,16 +182,16 @@ def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) 
 
 def test_the_rates_of_a_gpu_are_in_the_file() -> None:
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
-    finding = gpu_speed(CARD, measured, lambda index: GpuRates(copy=3e12, read=3.5e12, upload=5.5e10, products=6e14))
+    rates = GpuRate(index=0, vram_bytes_per_s=3.5e12, pcie_bytes_per_s=5.5e10, flops_per_s=6e14)
+    finding = gpu_speed(CARD, measured, lambda index: rates)
     assert finding.status == "ok"
     assert finding.detail == "0: VRAM 3500 GB/s, PCIe 55.0 GB/s, bfloat16 products 600 TFLOP/s"
     assert measured.rates is not None
-    (rate,) = measured.rates.gpus
-    assert msgspec.structs.astuple(rate) == (0, 3.5e12, 5.5e10, 6e14)
+    assert measured.rates.gpus == (rates,)
 
 
 def test_a_gpu_that_cannot_be_measured_is_a_finding() -> None:
-    def fail(index: int) -> GpuRates:
+    def fail(index: int) -> GpuRate:
         raise ResourceError(f"The memory of GPU {index} cannot be measured: out of memory.", "")
 
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)

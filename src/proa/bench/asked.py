@@ -1,4 +1,4 @@
-"""Option parsing that benchmarks of random weights share: lists of numbers, and the planned GPU."""
+"""Option checks that several benchmarks share: lists of numbers, and the planned GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The program `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory bandwidth, PCIe upload rate and matrix
-products with torch's kernels, and prints GpuRates as JSON. No module imports it (see gpu_rates.py).
+products with torch's kernels, and prints a GpuRate as JSON. No module imports it (see gpu_rates.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 import msgspec
 import torch
 
-from proa.bench.gpu_rates import GpuRates
+from proa.machine.rates import GpuRate
 from proa.ops.gpu_time import fastest_s
 
 MOST_BYTES = 4 << 30  # far larger than any GPU's cache
@@ -18,8 +18,9 @@ MATRIX = 8192  # rows and columns of the product's matrices, 128 MiB each
 ROUNDS = 10
 
 
-def rates(device: torch.device) -> GpuRates:
-    """Measure the rates of `device`; allocates twice up to an eighth of its free memory."""
+def rates(device: torch.device) -> GpuRate:
+    """Measure the maximum rates of several rounds; allocates twice up to an eighth of the device's free memory. The
+    VRAM rate is the faster one of copying, by bytes read and written, and of summing up."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     nbytes = min(MOST_BYTES, free_bytes // 8) // 4096 * 4096
     here, there = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
@@ -30,7 +31,10 @@ def rates(device: torch.device) -> GpuRates:
     pinned = torch.zeros(upload_bytes // 4, dtype=torch.float32, pin_memory=True)
     place = there[: len(pinned)]
     found_upload = upload_bytes / fastest_s(lambda: place.copy_(pinned, non_blocking=True), ROUNDS)
-    return GpuRates(copy=found_copy, read=found_read, upload=found_upload, products=_products(device))
+    return GpuRate(
+        index=device.index, vram_bytes_per_s=max(found_copy, found_read), pcie_bytes_per_s=found_upload,
+        flops_per_s=_products(device),
+    )  # fmt: skip
 
 
 def _products(device: torch.device) -> float:

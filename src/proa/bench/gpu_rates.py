@@ -1,5 +1,5 @@
 """Measures a GPU's memory bandwidth, PCIe upload rate and products in a child process (gpu_ceilings.py), so that all
-its CUDA memory is freed when that ends. Never: importing torch.
+its CUDA memory is freed when the process ends. Never: importing torch.
 """
 
 from __future__ import annotations
@@ -11,25 +11,12 @@ import msgspec
 
 from proa.config.env import child_environ
 from proa.errors import ResourceError
+from proa.machine.rates import GpuRate
 
 _TIMEOUT_S = 180.0
 
 
-class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes per second, and operations per second of products, the maximum of several rounds."""
-
-    copy: float  # copy within VRAM: bytes read plus bytes written
-    read: float  # sum over VRAM: bytes read
-    upload: float  # copy from pinned RAM to VRAM
-    products: float  # floating-point operations of a large matrix product in bfloat16
-
-    @property
-    def memory(self) -> float:
-        """VRAM bandwidth: the faster of copy and read."""
-        return max(self.copy, self.read)
-
-
-def measure_gpu(index: int) -> GpuRates:
+def measure_gpu(index: int) -> GpuRate:
     """Measure the rates of GPU cuda:`index`, whose memory should be free. Raises ResourceError."""
     command = [sys.executable, "-m", "proa.bench.gpu_ceilings", str(index)]
     try:
@@ -43,4 +30,4 @@ def measure_gpu(index: int) -> GpuRates:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ResourceError(f"The memory of GPU {index} cannot be measured: {last}.", "See `proa doctor`.")
-    return msgspec.json.decode(done.stdout, type=GpuRates)
+    return msgspec.json.decode(done.stdout, type=GpuRate)

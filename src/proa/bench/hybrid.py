@@ -5,8 +5,6 @@ models' shapes. hybrid_figures.py computes the figures, hybrid_table.py prints t
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from proa.bench.asked import gpu_of, parse_numbers
-from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid_ask import SETTLING_TOKENS, run_requests
 from proa.bench.hybrid_beside import MOST_TOKENS, Beside, ask_beside, beside_figures
 from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
@@ -39,7 +36,7 @@ from proa.bench.hybrid_figures import (
 from proa.bench.hybrid_hits import Trace, read_trace
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
-from proa.bench.predicted import predicted_decode
+from proa.bench.predicted import Planned, planned, predicted_decode
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
 from proa.config.field import option
@@ -61,7 +58,6 @@ from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
-from proa.plan.work import planned_work
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"
@@ -161,9 +157,8 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
 def _run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     notes = busy_notes()
     case = case_of(options)
-    with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.shape.config()))
-        prepared = prepare(folder, case.engine)
+    with case.shape.folder() as folder:
+        prepared = prepare(str(folder), case.engine)
         gpu = gpu_of(prepared.plan)
         some = 0 < sum(map(len, gpu.resident)) < sum(gpu.experts)
         if options.router == "drift" and not some:
@@ -171,9 +166,9 @@ def _run(options: HybridOptions, report: Callable[[Result], None]) -> None:
                 "--router drift has no effect if all experts are in VRAM, or none.", "Use for example --resident 25."
             )
         if some:  # tracing has a small cost, and no use if all experts are in VRAM or none
-            prepared = _traced(prepared, gpu, Path(folder) / "trace")
-        rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
-        asyncio.run(_measure_all(options, case, prepared, rates, notes, report))
+            prepared = _traced(prepared, gpu, folder / "trace")
+        measured = planned(prepared, case.engine)  # before the engine takes the GPU's memory
+        asyncio.run(_measure_all(options, case, prepared, measured, notes, report))
 
 
 def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
@@ -184,7 +179,7 @@ def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
 def case_of(options: HybridOptions) -> HybridCase:
     """Check the options and derive the engine's options. Raises UsageError."""
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
-    counts = parse_counts(options.requests)
+    counts = parse_numbers(options.requests, "requests", 1, MOST_REQUESTS)
     most = max(counts)
     if _step_tokens(options) <= most:
         raise UsageError(
@@ -250,11 +245,6 @@ def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
     return replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Parse numbers of requests such as "1,2,4,8". Raises UsageError."""
-    return parse_numbers(text, "requests", 1, MOST_REQUESTS)
-
-
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
     """Return the answer length of each request: the timed steps, and the steps until all requests decode.
     uncached_tokens: tokens of each prompt that are not in the prefix cache."""
@@ -277,13 +267,13 @@ def _drift_answer(options: HybridOptions, requests: int, uncached_tokens: int) -
 
 
 async def _measure_all(
-    options: HybridOptions, case: HybridCase, prepared: Prepared, rates: GpuRates | None, notes: Sequence[str],
+    options: HybridOptions, case: HybridCase, prepared: Prepared, planned: Planned, notes: Sequence[str],
     report: Callable[[Result], None],
 ) -> None:  # fmt: skip
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
-        bench = HybridBench(options, case, prepared, ready, rates)
+        bench = HybridBench(options, case, prepared, ready, planned)
         measure = bench.measure_drift if options.router == "drift" else bench.measure
         if options.prompt_tokens is not None:
             measure = bench.measure_beside
@@ -297,15 +287,12 @@ class HybridBench:
     """Measures runs on a loaded engine."""
 
     def __init__(
-        self, options: HybridOptions, case: HybridCase, prepared: Prepared, ready: Ready, rates: GpuRates | None
-    ) -> None:
-        if prepared.plan.gpu is None:
-            raise ValueError("this plan has no GPU")
-        self._gpu: GpuPlan = prepared.plan.gpu
+        self, options: HybridOptions, case: HybridCase, prepared: Prepared, ready: Ready, planned: Planned
+    ) -> None:  # fmt: skip
+        self._gpu = gpu_of(prepared.plan)
         self._options, self._case, self._prepared = options, case, prepared
-        self._ready, self._rates = ready, rates
+        self._ready, self._planned = ready, planned
         self._meter = ram_meter(case.engine.machine)
-        self._work = planned_work(prepared.plan, case.engine.model, prepared.declared, prepared.checkpoint)
         # With drift, each half of the vocabulary has its own hot experts: start in the lower half.
         vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab
         self._prompts = random_prompts(vocab, case.most, options.context)
@@ -319,7 +306,7 @@ class HybridBench:
         await run_requests(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
         readings = RamReadings(self._meter)
         runs = [await readings.measure_run(partial(run_requests, engine, prompts, tokens)) for _ in range(options.runs)]
-        await readings.read_last()
+        await readings.read()
         intervals = [_whole(common_interval(answer.moments for answer in run), options.output_tokens) for run in runs]
         interval = median_interval(intervals)
         rates = self._rates_of(readings.of_run(intervals.index(interval)))
@@ -344,7 +331,7 @@ class HybridBench:
         upper = self._case.shape.vocab // 2
         longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
         after = await readings.measure_run(partial(run_requests, engine, longer, each))
-        await readings.read_last()
+        await readings.read()
         slots = [len(ids) for ids in self._gpu.resident]
         figures = drift_figures(before, after, self._trace(self._gpu.trace or ""), slots, options.drift_tokens)
         rates = self._rates_of(readings.typical)
@@ -392,15 +379,16 @@ class HybridBench:
         if self._options.router != "uniform":
             return None
         plan, bandwidths = self._prepared.plan, {"ram_bytes_per_s": rates.ram, "vram_bytes_per_s": rates.hbm}
-        return predicted_decode(plan, self._work, requests, context_tokens, **bandwidths)
+        return predicted_decode(plan, self._planned.work, requests, context_tokens, **bandwidths)
 
     def _trace(self, file: str) -> Trace:
         return read_trace(Path(file), len(self._gpu.experts), max(self._gpu.experts))
 
     def _rates_of(self, ram: float) -> Rates:
-        if self._rates is None:
+        gpu = self._planned.gpu
+        if gpu is None:
             return Rates(hbm=ram, ram=ram, pcie=self._gpu.pcie_bytes_per_s)
-        return Rates(hbm=self._rates.memory, ram=ram, pcie=self._rates.upload)
+        return Rates(hbm=gpu.vram_bytes_per_s, ram=ram, pcie=gpu.pcie_bytes_per_s)
 
     def _notes(self) -> list[str]:
         shape, gpu = self._case.shape, self._gpu

@@ -25,9 +25,12 @@ class TimedAnswer:
 async def run_requests(engine: EngineHandle, prompts: Sequence[list[int]], output_tokens: int) -> list[TimedAnswer]:
     """Generate exactly `output_tokens` greedy tokens for each prompt, concurrently. Raises ProaError for another
     number of tokens."""
-    sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
-    requests = [EngineRequest(id=f"r{i}", tokens=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
+    requests = [greedy(f"r{i}", prompt, output_tokens) for i, prompt in enumerate(prompts)]
     return await asyncio.gather(*(_ask(engine, request) for request in requests))
+
+
+def greedy(name: str, prompt: list[int], output_tokens: int) -> EngineRequest:
+    return EngineRequest(id=name, tokens=prompt, sampling=Sampling(max_tokens=output_tokens, temperature=0.0))
 
 
 async def _ask(engine: EngineHandle, request: EngineRequest) -> TimedAnswer:

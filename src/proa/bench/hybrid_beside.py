@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 
+from proa.bench.hybrid_ask import greedy
 from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
 from proa.machine.cost.turns import GapLimit
-from proa.types import EngineRequest, Sampling
+from proa.types import EngineRequest
 
 MOST_TOKENS = 4096  # answer length of each decoding request; it must last until the prompt's first token
 BEFORE_TOKENS = 24  # tokens that each request has generated when the prompt is sent
@@ -41,7 +42,7 @@ async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: l
     ProaError if an answer ends before the late prompt's first token, and what the engine raises.
     """
     ready = [asyncio.Event() for _ in prompts]
-    requests = [_request(f"{run} {i}", prompt, MOST_TOKENS) for i, prompt in enumerate(prompts)]
+    requests = [greedy(f"{run} {i}", prompt, MOST_TOKENS) for i, prompt in enumerate(prompts)]
     others = [asyncio.create_task(_decode(engine, *one)) for one in zip(requests, ready, strict=True)]
     try:
         await asyncio.gather(*(event.wait() for event in ready))
@@ -49,7 +50,7 @@ async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: l
             if other.done():
                 other.result()  # raises its error
         sent_s = time.perf_counter()
-        async with aclosing(engine.generate(_request(f"{run} late", late, 1))) as answer:
+        async with aclosing(engine.generate(greedy(f"{run} late", late, 1))) as answer:
             first = await anext(answer)
         answered_s = time.perf_counter()
         if not first.tokens:
@@ -62,10 +63,6 @@ async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: l
         if isinstance(error, Exception):
             raise error
     return Beside(sent_s, answered_s, [arrivals for arrivals in ended if isinstance(arrivals, list)])
-
-
-def _request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
-    return EngineRequest(id=name, tokens=prompt, sampling=Sampling(max_tokens=tokens, temperature=0.0))
 
 
 async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.Event) -> list[float]:
@@ -95,7 +92,8 @@ def beside_figures(
     runs: Sequence[Beside], alone: Sequence[Beside], prompt_tokens: int, limit: GapLimit | None
 ) -> dict[str, float | None]:
     """Compute the figures of the run with the median time to first token. A gap is the time between consecutive tokens
-    of one decoding request. alone: runs without decoding requests. limit: the plan's; None: shared steps."""
+    of one decoding request. alone: runs without decoding requests. limit: the plan's limit of gaps; None: prefill
+    shares steps with decode."""
     run = sorted(runs, key=lambda r: r.ttft_s)[len(runs) // 2]
     ttft_s, alone_s = run.ttft_s, median(r.ttft_s for r in alone)
     before = [b - a for of in run.others for a, b in pairwise(t for t in of[_SETTLING_TOKENS:] if t <= run.sent_s)]

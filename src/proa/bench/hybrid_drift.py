@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from proa.bench.hybrid_ask import TimedAnswer
-from proa.bench.hybrid_figures import DecodeInterval, Moment, hit_rate
+from proa.bench.hybrid_figures import DecodeInterval, Moment, hits_of
 from proa.bench.hybrid_hits import Trace, best_fixed_set, looks_until_good, lru_hits
 
 WINDOWS = 10  # windows per --drift-tokens; each has its own figures
@@ -43,13 +43,12 @@ def drift_figures(
     }
     for name, interval in intervals.items():
         looks = slice(interval.begin.stats.residency.looks, interval.end.stats.residency.looks)
-        choices = int(trace[looks].sum())
-        best = best_fixed_set(trace[looks], slots, [0] * len(slots)).hits
+        best = best_fixed_set(trace[looks], slots, [0] * len(slots))
         figures |= {
             f"tokens_per_s_{name}": interval.tokens_per_s,
-            f"hit_rate_{name}": hit_rate(interval),
-            f"lru_hit_rate_{name}": int(found[looks].sum()) / choices if choices else None,
-            f"best_hit_rate_{name}": best / choices if choices else None,
+            f"hit_rate_{name}": hits_of(interval).rate,
+            f"lru_hit_rate_{name}": int(found[looks].sum()) / best.choices if best.choices else None,
+            f"best_hit_rate_{name}": best.rate,
             f"moved_bytes_per_step_{name}": interval.per_step("residency.moved_bytes"),
         }
     looks = slice(after_it[0].stats.residency.looks, after_it[-1].stats.residency.looks)

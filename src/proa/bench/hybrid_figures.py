@@ -12,7 +12,7 @@ from statistics import median_low
 
 import msgspec
 
-from proa.bench.hybrid_hits import Trace, best_fixed_set
+from proa.bench.hybrid_hits import Hits, Trace, best_fixed_set
 from proa.engine.stats import Stats
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
@@ -133,41 +133,35 @@ def choices_per_step(spec: Model, requests: int) -> int:
 
 
 def placed_bytes(interval: DecodeInterval, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
-    """Return the bytes per step of the experts that were selected, by where they were. choices: pairs per step.
-
-    One request selects distinct experts, so pairs are counted. Several requests share experts; then the counters of
-    bytes are used, in which an expert counts once per look (one count of selections), normally once per step.
-    """
-    steps = interval.counted("residency.choices") / choices
-    if not steps:
-        return StepBytes(dense=dense, resident=0.0, cpu=0.0)
-    if requests == 1:
-        each = sum(gpu.expert_bytes) / len(gpu.expert_bytes)
-        hits = interval.counted("residency.hits") / steps
-        return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
-    hit_bytes, missed_bytes = (interval.counted(f"residency.{which}_bytes") / steps for which in ("hit", "missed"))
-    return StepBytes(dense=dense, resident=hit_bytes, cpu=missed_bytes)
+    """Return the bytes per step of the experts that were selected, by where they were. choices: pairs per step."""
+    return _bytes_of(hits_of(interval), gpu, requests, dense, choices)
 
 
 def best_bytes(trace: Trace, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
     """Return the bytes per step if the interval's most selected experts had been in VRAM all the time. trace: of the
     interval; choices: pairs per step."""
-    best, steps = (
-        best_fixed_set(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes),
-        int(trace.sum()) / choices,
-    )
+    best = best_fixed_set(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes)
+    return _bytes_of(best, gpu, requests, dense, choices)
+
+
+def _bytes_of(found: Hits, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
+    """Return the bytes per step of the selected experts. choices: pairs per step.
+
+    One request selects distinct experts, so pairs are counted. Several requests share experts; then bytes are used, in
+    which an expert counts once per look (one count of selections), normally once per step.
+    """
+    steps = found.choices / choices
     if not steps:
         return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests > 1:
-        return StepBytes(dense=dense, resident=best.hit_bytes / steps, cpu=best.missed_bytes / steps)
-    each, hits = sum(gpu.expert_bytes) / len(gpu.expert_bytes), best.hits / steps
+        return StepBytes(dense=dense, resident=found.hit_bytes / steps, cpu=found.missed_bytes / steps)
+    each, hits = sum(gpu.expert_bytes) / len(gpu.expert_bytes), found.hits / steps
     return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
 
 
-def hit_rate(interval: DecodeInterval) -> float | None:
-    """Return the fraction of (token, expert) pairs whose expert was in VRAM; None if none were counted."""
-    choices = interval.per_step("residency.choices")
-    return interval.per_step("residency.hits") / choices if choices else None
+def hits_of(interval: DecodeInterval) -> Hits:
+    names = ("choices", "hits", "hit_bytes", "missed_bytes")
+    return Hits(*(interval.counted(f"residency.{name}") for name in names))
 
 
 def foreseen_share(interval: DecodeInterval) -> float | None:
@@ -240,9 +234,8 @@ def hit_figures(interval: DecodeInterval, trace: Trace | None, gpu: GpuPlan) -> 
     if trace is None:
         rate = float(gpu.gpu_only)
         return {"hit_rate": rate, "best_hit_rate": rate}
-    slots, choices = [len(ids) for ids in gpu.resident], int(trace.sum())
-    best = best_fixed_set(trace, slots, gpu.expert_bytes).hits
-    return {"hit_rate": hit_rate(interval), "best_hit_rate": best / choices if choices else None}
+    best = best_fixed_set(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes)
+    return {"hit_rate": hits_of(interval).rate, "best_hit_rate": best.rate}
 
 
 def figures_of(

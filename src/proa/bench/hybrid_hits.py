@@ -19,12 +19,18 @@ Trace = NDArray[np.int64]  # [looks, layers, experts]: how often each expert was
 
 
 @dataclass(frozen=True)
-class FixedSetHits:
-    """Hits over a trace if a fixed set of experts had been in VRAM. Bytes count an expert once per look."""
+class Hits:
+    """Selections of experts in VRAM over an interval. Bytes count an expert once per look."""
 
-    hits: int
-    hit_bytes: int
-    missed_bytes: int
+    choices: float  # (token, expert) pairs, hits or not
+    hits: float
+    hit_bytes: float
+    missed_bytes: float
+
+    @property
+    def rate(self) -> float | None:
+        """The fraction of pairs whose expert was in VRAM; None if none were counted."""
+        return self.hits / self.choices if self.choices else None
 
 
 def read_trace(file: Path, layers: int, experts: int) -> Trace:
@@ -32,14 +38,14 @@ def read_trace(file: Path, layers: int, experts: int) -> Trace:
     return np.fromfile(file, TRACE_DTYPE).reshape(-1, layers, experts).astype(np.int64)
 
 
-def best_fixed_set(trace: Trace, slots: Sequence[int], expert_bytes: Sequence[int]) -> FixedSetHits:
+def best_fixed_set(trace: Trace, slots: Sequence[int], expert_bytes: Sequence[int]) -> Hits:
     """Compute the hits with the most selected experts of the whole trace in VRAM, `slots` per layer."""
     order = (-trace.sum(0)).argsort(1, kind="stable")
     kept = np.zeros(order.shape, bool)
     np.put_along_axis(kept, order, np.arange(order.shape[1]) < np.array(slots)[:, None], 1)
     nbytes = np.array(expert_bytes)[:, None]
-    chosen = (trace > 0).sum(0) * nbytes
-    return FixedSetHits(int((trace.sum(0) * kept).sum()), int((chosen * kept).sum()), int((chosen * ~kept).sum()))
+    pairs, read = trace.sum(0), (trace > 0).sum(0) * nbytes
+    return Hits(int(pairs.sum()), int((pairs * kept).sum()), int((read * kept).sum()), int((read * ~kept).sum()))
 
 
 def lru_hits(trace: Trace, slots: Sequence[int]) -> NDArray[np.int64]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -42,6 +47,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
                 f"--layers is {layers}, but {self.name} has {self.layers} layers.", f"Use {self.layers} or fewer."
             )
         return msgspec.structs.replace(self, layers=layers or self.layers)
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A temporary folder with a config.json, as of a checkpoint."""
+        with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self.config()))
+            yield Path(folder)
 
     def config(self) -> dict[str, object]:
         """Build the contents of a Hugging Face config.json."""

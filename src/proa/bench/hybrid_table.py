@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proa.bench.result import Result
-from proa.bench.table import notes_of, number, numbers_table, origin
+from proa.bench.table import facts_table, framed, number, numbers_table
 from proa.obs.units import format_bytes, format_rate
 
 _DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU hits %", "best fixed %", "moved per step")
@@ -58,15 +58,7 @@ def render_hybrid(results: Sequence[Result]) -> Group:
     table = numbers_table((*_COLUMNS, *_DEFERRED_COLUMNS) if paired else _COLUMNS)
     for result in results:
         table.add_row(*_row(result), *(_deferred(result) if paired else ()))
-    first = results[0]
-    return Group(
-        Text(f"{first.question} {first.model}", style="bold"),
-        table,
-        _facts(results),
-        Text(_LEGEND + (_DEFERRED_LEGEND if paired else "")),
-        *notes_of(results),
-        Text(origin(first), style="dim"),
-    )
+    return framed(results, table, _facts(results), Text(_LEGEND + (_DEFERRED_LEGEND if paired else "")))
 
 
 def render_drift(results: Sequence[Result]) -> Group:
@@ -85,32 +77,20 @@ def render_drift(results: Sequence[Result]) -> Group:
                 format_bytes(figures[f"moved_bytes_per_step_{name}"] or 0),
             )
     good = ", ".join(number(result.figures["tokens_until_good"]) for result in results)
-    first = results[0]
-    return Group(
-        Text(f"{first.question} {first.model}", style="bold"),
-        table,
-        Text(f"tokens until hits reach 90 % of an LRU cache's: {good}"),
-        *notes_of(results),
-        Text(origin(first), style="dim"),
-    )
+    return framed(results, table, Text(f"tokens until hits reach 90 % of an LRU cache's: {good}"))
 
 
 def render_beside(results: Sequence[Result]) -> Group:
     """Format one row per number of requests. `results` must not be empty."""
     table = numbers_table(_BESIDE_COLUMNS)
-    first = results[0]
-    shared = first.figures["gap_ms_limit"] is None
+    first = results[0].figures
+    shared = first["gap_ms_limit"] is None
     for result in results:
         figures = [number(result.figures[name]) for name in _BESIDE_COLUMNS.values()]
         table.add_row(*("none" if shared and figure == "unknown" else figure for figure in figures))
     how = "chunked prefill in the steps of decode" if shared else "a few layers at a time between decode steps"
-    return Group(
-        Text(f"{first.question} {first.model}", style="bold"),
-        table,
-        Text(f"prompt of {number(first.figures['prompt_tokens'])} tokens; {how}. Gap: time between two tokens."),
-        *notes_of(results),
-        Text(origin(first), style="dim"),
-    )
+    about = f"prompt of {number(first['prompt_tokens'])} tokens; {how}. Gap: time between two tokens."
+    return framed(results, table, Text(about))
 
 
 def _row(result: Result) -> list[str]:
@@ -132,7 +112,7 @@ def _deferred(result: Result) -> tuple[str, str]:
 
 
 def _facts(results: Sequence[Result]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = facts_table()
     first = results[0].figures
     table.add_row("experts in VRAM", f"{100 * (first['resident_share'] or 0):.0f} %")
     for result in results:

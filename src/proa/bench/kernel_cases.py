@@ -17,7 +17,6 @@ T = TypeVar("T")
 
 ALL = "all"
 TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024, 4096)
-_MOST_TOKENS = 1 << 16
 _CUSTOM = re.compile(r"(\d{1,6})x(\d{1,6})/(\d{1,5})/(\d{1,3})")
 
 
@@ -76,11 +75,6 @@ def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
     return _each(text, "--shapes", _shape)
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Parse numbers of tokens such as "1,4,128". Raises UsageError."""
-    return _each(text, "--tokens", _count)
-
-
 def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:
     names = [name.strip().lower() for name in text.split(",")]
     if not all(names):
@@ -110,11 +104,3 @@ def _shape(name: str) -> ExpertShape:
             "Sizes must be at least 1, and TOP_K at most EXPERTS.",
         )
     return ExpertShape(name, hidden, width, experts, top_k)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
-        raise UsageError(
-            f"{text} is not a number of tokens.", f"Give numbers from 1 to {_MOST_TOKENS}, as in --tokens 1,4,128."
-        )
-    return int(text)

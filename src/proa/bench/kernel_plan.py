@@ -6,15 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from proa.bench.kernel_cases import (
-    ALL,
-    TOKENS,
-    ExpertShape,
-    WeightFormat,
-    parse_formats,
-    parse_shapes,
-    parse_tokens,
-)
+from proa.bench.asked import parse_numbers
+from proa.bench.kernel_cases import ALL, TOKENS, ExpertShape, WeightFormat, parse_formats, parse_shapes
 from proa.bench.kernel_weights import expert_bytes
 from proa.config.field import option
 from proa.errors import ResourceError, UsageError
@@ -25,7 +18,7 @@ from proa.obs.units import format_bytes
 
 LEAST_WEIGHTS_BYTES = 1_000_000_000  # of all layers of a cell; also at least _CACHES times the last-level caches
 MOST_WEIGHTS_BYTES = 8 << 30  # default limit; --ram may raise it
-MOST_LAYERS = 64
+MOST_LAYERS, MOST_TOKENS = 64, 1 << 16
 _CACHES = 4
 _WIDEST = WeightFormat("bf16", *BF16_FORM)
 
@@ -105,7 +98,7 @@ def plan_kernels(options: KernelOptions, machine: Machine) -> KernelPlan:
     return KernelPlan(
         formats=formats,
         shapes=tuple(_cut(shape, weights_bytes) for shape in shapes),
-        tokens=parse_tokens(options.tokens),
+        tokens=parse_numbers(options.tokens, "tokens", 1, MOST_TOKENS),
         seconds=options.seconds,
         threads=_threads(options.threads, machine),
         isa=isa,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from proa.bench.kernel_ceilings import Ceilings
 from proa.bench.kernels import Cell, RunFacts
-from proa.bench.table import number
+from proa.bench.table import facts_table, made_by, note_lines, number, numbers_table
 from proa.obs.units import format_bytes
 
 _COLUMNS = ("tokens", "us", "predicted us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s before, after")
@@ -19,7 +17,7 @@ _COLUMNS = ("tokens", "us", "predicted us", "GB/s", "GFLOP/s", "bound", "of the 
 
 def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
     """Format the machine and its measured limits."""
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = facts_table()
     rates = ", ".join(f"{rate:.1f} with {count}" for count, rate in ceilings.read_gbytes_per_s.items())
     table.add_row("kernels", f"{isa} ({run.isa_reason})" if run.isa_reason else isa)
     table.add_row("threads", str(run.threads))
@@ -29,9 +27,8 @@ def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
         "empty dispatch",
         f"{ceilings.dispatch_us:.2f} us; {ceilings.rendezvous_us:.2f} us if every thread must run a task",
     )
-    origin = f"{run.cpu}; proa {run.version}" + (f" ({run.commit})" if run.commit else "") + f"; {run.date}"
-    notes = (Text(f"note: {note}") for note in run.notes)
-    return Group(table, *notes, Text(origin, style="dim"), Text())
+    origin = f"{run.cpu}; {made_by(run.version, run.commit, run.date)}"
+    return Group(table, *note_lines(run.notes), Text(origin, style="dim"), Text())
 
 
 def render_cells(cells: Sequence[Cell]) -> Group:
@@ -42,9 +39,7 @@ def render_cells(cells: Sequence[Cell]) -> Group:
     )
     layers = "1 layer" if first.layers == 1 else f"{first.layers} layers"
     memory = f"{format_bytes(first.weights_bytes)} in {layers} on {first.pages} pages"
-    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = numbers_table(_COLUMNS)
     for cell in cells:
         reads = f"{cell.before.read_gbytes_per_s:.1f}, {cell.after.read_gbytes_per_s:.1f}"
         share = Text(f"{100 * cell.roof_share:.1f} %", style="bold")
@@ -58,6 +53,4 @@ def render_cells(cells: Sequence[Cell]) -> Group:
             share,
             reads,
         )
-    return Group(
-        Text(title, style="bold"), Text(memory, style="dim"), *(Text(f"note: {note}") for note in first.notes), table
-    )
+    return Group(Text(title, style="bold"), Text(memory, style="dim"), *note_lines(first.notes), table)

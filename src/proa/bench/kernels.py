@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
 
 import msgspec
 import numpy as np
@@ -23,7 +22,6 @@ from proa.bench.kernel_plan import KernelOptions, KernelPlan, PlannedShape, plan
 from proa.bench.kernel_weights import ExpertLayers, bf16_bits, expert_bytes
 from proa.bench.limit import busy_notes
 from proa.bench.result import commit
-from proa.bench.timing import percentile
 from proa.errors import NativeError
 from proa.machine.probe import probe
 from proa.machine.topology import Team, teams
@@ -154,12 +152,13 @@ class KernelBench:
                 "Discard the figures, and report this as a bug.",
             )
         touched = float(np.mean(batch.touched[np.arange(3, 3 + len(times)) % len(batch.touched)]))
-        us, nbytes = 1e6 * median(times), touched * expert_bytes(of, shape)
+        us_p10, us, us_p90 = (1e6 * np.percentile(times, (10, 50, 90))).tolist()
+        nbytes = touched * expert_bytes(of, shape)
         flops = 2.0 * tokens * shape.top_k * shape.expert_parameters
         bound, roof_us = roof(nbytes, flops, before, after)
         return Cell(
-            format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=1e6 * percentile(times, 10),
-            us_p90=1e6 * percentile(times, 90), predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa),
+            format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=us_p10, us_p90=us_p90,
+            predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa),
             gbytes_per_s=nbytes / us / 1e3, gflops=flops / us / 1e3,
             bound=bound, roof_us=roof_us, roof_share=roof_us / us, isa=self.pool.isa, hidden=shape.hidden,
             width=shape.width, experts=shape.experts, top_k=shape.top_k, layers=len(weights.layers),

@@ -83,7 +83,7 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
         return result("latency", QUESTION, target.model, options, figures, notes=(*notes, _NO_ROOF))
     readings = RamReadings(ram_meter(options.engine.machine))
     figures = latency_figures([await readings.measure_run(partial(target.ask, prompt)) for prompt in timed])
-    await readings.read_last()
+    await readings.read()
     context_tokens = options.prompt_tokens + options.output_tokens // 2
     expected = roof_at(target.plan, context_tokens)
     roof = MeasuredRoof(

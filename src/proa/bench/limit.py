@@ -37,7 +37,7 @@ def ram_meter(asked: MachineOptions) -> Callable[[], RamRate]:
 
 class RamReadings:
     """RAM bandwidth readings before, between and after the runs of a benchmark: call `measure_run` for each run, then
-    `read_last`."""
+    `read`."""
 
     def __init__(self, meter: Callable[[], RamRate], clock: Callable[[], float] = time.monotonic) -> None:
         self._meter, self._clock = meter, clock
@@ -48,13 +48,14 @@ class RamReadings:
     async def measure_run(self, run: Callable[[], Awaitable[_T]]) -> _T:
         """Take a reading, unless the last one is at most AGAIN_S old; then await `run` and return its result."""
         if not self.rates or self._clock() - self._read_s > AGAIN_S:
-            await self._read()
+            await self.read()
         self._before.append(len(self.rates) - 1)
         return await run()
 
-    async def read_last(self) -> None:
-        """Take the reading after the last run."""
-        await self._read()
+    async def read(self) -> None:
+        """Take a reading; to be called after the last run."""
+        self.rates.append(await asyncio.to_thread(self._meter))
+        self._read_s = self._clock()
 
     def of_run(self, run: int) -> float:
         """Return the larger of the readings before and after run number `run`, in bytes/s."""
@@ -76,10 +77,6 @@ class RamReadings:
         if not busiest.load.busy:
             return ()
         return (f"the machine is busy: {busiest.load} during a RAM reading, so the RAM limit may be too low",)
-
-    async def _read(self) -> None:
-        self.rates.append(await asyncio.to_thread(self._meter))
-        self._read_s = self._clock()
 
 
 def excess_notes(share: float | None, rates_bytes_per_s: tuple[float, ...], what: str = "the roof") -> tuple[str, ...]:

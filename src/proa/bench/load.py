@@ -80,7 +80,8 @@ def predicted_load(
 
 
 def _write_rate(kept_bytes: int, threads: int) -> float:
-    """Bytes/s of writing as much new memory as the weights take, but at most _MOST_NEW_BYTES, as an engine finds it."""
+    """Measure the bytes/s at which new memory is written: as much as the weights take, but at most _MOST_NEW_BYTES.
+    Waits first, so that freed memory is in the state in which an engine finds it."""
     time.sleep(_GIVEN_BACK_S)
     return write_new(min(kept_bytes, _MOST_NEW_BYTES), threads)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from proa.bench.gpu_rates import GpuRates, measure_gpu
+from proa.bench.gpu_rates import measure_gpu
 from proa.config.options import EngineOptions
 from proa.errors import NativeError, ResourceError
 from proa.machine.probe import probe
-from proa.machine.rates import RamRate, Rates
+from proa.machine.rates import GpuRate, RamRate, Rates
 from proa.plan.opened import open_model
 from proa.plan.plan import Plan
 from proa.plan.predict import decode, prefill, speeds_of
-from proa.plan.prepare import Prepared, cpu_flops, ram_rate
+from proa.plan.prepare import Prepared, cpu_flops
 from proa.plan.speeds import Speed, Speeds
 from proa.plan.work import Work, planned_work
 
@@ -27,10 +24,12 @@ def work_of_engine(plan: Plan, asked: EngineOptions) -> Work:
     return planned_work(plan, asked.model, opened.declared, opened.checkpoint)
 
 
-def measured_rates(plan: Plan, asked: EngineOptions, ram: RamRate) -> Rates | None:
-    """`ram` with the CPU's products, measured now; None without native kernels, or if they cannot be measured."""
+def measured_rates(plan: Plan, asked: EngineOptions, ram: RamRate, gpus: tuple[GpuRate, ...] = ()) -> Rates | None:
+    """`ram` and `gpus` with the CPU's products, measured now; None without native kernels, or if they cannot be
+    measured."""
     try:
-        return Rates(ram=ram, cpu_flops_per_s=cpu_flops(asked.machine, probe(), plan.isa)) if plan.isa else None
+        flops = cpu_flops(asked.machine, probe(), plan.isa) if plan.isa else None
+        return None if flops is None else Rates(ram=ram, cpu_flops_per_s=flops, gpus=gpus)
     except (NativeError, ResourceError):
         return None
 
@@ -61,50 +60,28 @@ def predicted_decode(
     return decode(plan, work, speeds, round(context_tokens), requests).tokens_per_s
 
 
-def prompt_speeds(prepared: Prepared, asked: EngineOptions, gpu: GpuRates | None) -> Speeds:
-    """The rates of a machine whose engine has not started yet, of RAM and CPU measured now. gpu: None if it is
-    simulated. Raises NativeError, ResourceError."""
-    plan, machine = prepared.plan, prepared.machine
-    rates = Rates(ram=ram_rate(asked.machine, machine), cpu_flops_per_s=cpu_flops(asked.machine, machine, plan.isa))
-    return _with_gpu(speeds_of(plan, rates), gpu)
-
-
-def _with_gpu(speeds: Speeds, gpu: GpuRates | None) -> Speeds:
-    if gpu is None:
-        return speeds
-    vram, pcie, flops = (Speed(per_s=of, source="measured") for of in (gpu.memory, gpu.upload, gpu.products))
-    return msgspec.structs.replace(speeds, vram=vram, pcie=pcie, gpu=flops)
-
-
-def predicted_ttft_s(
-    prepared: Prepared, asked: EngineOptions, speeds: Speeds, lengths: Sequence[int]
-) -> dict[int, float]:  # fmt: skip
-    """Seconds of a prompt of each length, alone and without a cached prefix. speeds: of prompt_speeds."""
-    plan = prepared.plan
-    work = planned_work(plan, asked.model, prepared.declared, prepared.checkpoint)
-    return {tokens: prefill(plan, work, speeds, tokens).seconds for tokens in lengths}
-
-
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a server that a benchmark starts, and the rates of its GPU, which are measured before it starts. gpu:
-    None if there is none, or it is simulated."""
+    """The plan of an engine or server that a benchmark starts, and the rates of its GPU, which are measured before it
+    starts. gpu: None if there is none, or it is simulated."""
 
     plan: Plan
     work: Work
     asked: EngineOptions
-    gpu: GpuRates | None = None
+    gpu: GpuRate | None = None
 
     def speeds(self, ram: RamRate) -> Speeds | None:
         """`ram` with the other rates, the CPU's products measured now; None as by measured_rates."""
-        rates = measured_rates(self.plan, self.asked, ram)
-        return None if rates is None else _with_gpu(speeds_of(self.plan, rates), self.gpu)
+        rates = measured_rates(self.plan, self.asked, ram, () if self.gpu is None else (self.gpu,))
+        return None if rates is None else speeds_of(self.plan, rates)
 
 
 def planned(prepared: Prepared, asked: EngineOptions) -> Planned:
-    """Raises ResourceError if the GPU cannot be measured, and what `planned_work` raises."""
+    """Measure the plan's GPU, whose memory should be free. Raises ResourceError if that fails, and what `planned_work`
+    raises."""
     plan = prepared.plan
-    gpu = None if plan.gpu is None or plan.gpu.index is None else measure_gpu(plan.gpu.index)
+    index = None if plan.gpu is None else plan.gpu.index
+    gpu = None if index is None else measure_gpu(index)
     return Planned(plan, planned_work(plan, asked.model, prepared.declared, prepared.checkpoint), asked, gpu)
 
 

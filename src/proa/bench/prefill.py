@@ -5,21 +5,18 @@ weights, made in memory, of real models' shapes. prefill_bound.py computes the b
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 from proa.bench.asked import gpu_of, parse_numbers
-from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid import HybridEngineOptions
+from proa.bench.hybrid_ask import greedy
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.limit import busy_notes
-from proa.bench.predicted import predicted_ttft_s, prompt_speeds
+from proa.bench.predicted import planned
 from proa.bench.prefill_bound import Limits, Shape, bound_s, prediction_error
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
@@ -37,10 +34,11 @@ from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import PrefillStats
 from proa.errors import ProaError
 from proa.machine.cost.prefill import CpuExpertCost
+from proa.machine.rates import GpuRate
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
-from proa.plan.prepare import Prepared, prepare
-from proa.types import EngineRequest, Sampling
+from proa.plan.predict import prefill
+from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
 
 QUESTION = "How long does a prompt take to its first token?"
@@ -90,8 +88,8 @@ class PrefillOptions:
 class _Rates:
     """Measured before the engine started. gpu: None if it is simulated; ram: bytes/s that the CPU's workers read."""
 
-    gpu: GpuRates | None
-    ram: float | None
+    gpu: GpuRate | None
+    ram: float
 
 
 @dataclass(frozen=True)
@@ -107,15 +105,16 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
     """Load the model, then measure each length and `report` each result. Raises ProaError."""
     notes, shape = busy_notes(), MODEL_SHAPES[options.shape].cut(options.layers)
     lengths = parse_numbers(options.tokens, "tokens", 2, MOST_PROMPT)
-    with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape.config()))
+    with shape.folder() as folder:
         asked = _engine_options(options, shape, lengths)
-        prepared = prepare(folder, asked)
-        gpu = gpu_of(prepared.plan)
-        rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
-        speeds = prompt_speeds(prepared, asked, rates)
-        predicted = {} if options.cached else predicted_ttft_s(prepared, asked, speeds, lengths)
-        measured = _Rates(rates, speeds.ram.per_s)
+        prepared = prepare(str(folder), asked)
+        gpu_of(prepared.plan)  # raises if there is none
+        beside = planned(prepared, asked)  # before the engine takes the GPU's memory
+        ram = ram_rate(asked.machine, prepared.machine)
+        speeds, predicted = beside.speeds(ram), dict[int, float]()
+        if speeds is not None and not options.cached:
+            predicted = {tokens: prefill(beside.plan, beside.work, speeds, tokens).seconds for tokens in lengths}
+        measured = _Rates(beside.gpu, ram.bytes_per_s)
         asyncio.run(_measure_all(options, shape, lengths, predicted, prepared, measured, notes, report))
 
 
@@ -151,22 +150,22 @@ async def _measure_all(
     options: PrefillOptions, shape: ModelShape, lengths: Sequence[int], predicted: Mapping[int, float],
     prepared: Prepared, rates: _Rates, notes: Sequence[str], report: Callable[[Result], None],
 ) -> None:  # fmt: skip
-    """predicted: by length, seconds to the first token; empty behind a cached prefix."""
+    """predicted: by length, seconds to the first token; empty with a cached prefix, or if rates are unknown."""
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
         rows = (*prepared.plan.decisions, *ready.decisions)
-        said = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
+        decided = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
         for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
             figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
-            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *said)))
+            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided)))
     finally:
         await engine.close()
 
 
 async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
-    """Prompts of this length, each behind the cached prefix and with new tokens of its own."""
+    """Measure prompts of this length: the cached prefix, if there is one, then new tokens that no other prompt has."""
     (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
     prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
     if prefix:
@@ -180,10 +179,9 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
 
 
 async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> float:
-    """Seconds to the first token, which is the last one. Raises ProaError if there is none."""
-    request = EngineRequest(id=name, tokens=prompt, sampling=Sampling(max_tokens=1, temperature=0.0))
+    """Return the seconds to the first token; only one is generated. Raises ProaError if there is none."""
     begin, took_s = time.perf_counter(), None
-    async with aclosing(engine.generate(request)) as events:
+    async with aclosing(engine.generate(greedy(name, prompt, 1))) as events:
         async for event in events:
             if event.error:
                 raise ProaError(f"The engine generated no token: {event.error}", "Report this as a bug.")
@@ -200,9 +198,9 @@ def _figures(
     one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
     now = runs[-1].after
     copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
-    upload = copies if rates is None else rates.upload
+    upload = copies if rates is None else rates.pcie_bytes_per_s
     shape = Shape.of(prepared.declared.spec, gpu)
-    flops = None if rates is None else rates.products
+    flops = None if rates is None else rates.flops_per_s
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     own_s = one.after.own_seconds - one.before.own_seconds

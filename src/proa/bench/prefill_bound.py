@@ -18,10 +18,11 @@ SUM_BYTES = 4  # of each value of the CPU's sums, float32
 
 @dataclass(frozen=True)
 class Shape:
-    """What a prompt reads and computes. layers: (experts, of these in RAM, bytes of one, top_k) of each MoE layer."""
+    """Sizes that decide what a prompt reads and computes. layers: (experts, of these in RAM, bytes of one, top_k) of
+    each MoE layer."""
 
     layers: tuple[tuple[int, int, int, int], ...]
-    active_params: int  # that a token multiplies with, without the embedding and the head
+    active_params: int  # parameters used per token, without embedding and head
     head_params: int
     attended: tuple[tuple[int, int | None], ...]  # of each mixer: heads * (key + value dimension), window
     hidden: int
@@ -62,9 +63,9 @@ def _attended(mixer: Mixer) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates of a run that no division of the experts changes. own_s: of each layer and launch, the GPU's work before
-    the experts, which the CPU waits for, as measured; 0: not counted. ram: bytes/s of its experts; flops: per second.
-    chunks: launches of each layer."""
+    """Rates of a run, which do not depend on how the experts are divided. own_s: the GPU's measured time per layer and
+    launch before the experts, for which the CPU waits; 0: not counted. ram: bytes/s at which experts are read; flops:
+    operations per second of the GPU; None: not counted. chunks: launches of each layer."""
 
     upload: float  # bytes/s over PCIe, each way
     cpu: CpuExpertCost

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from proa.bench.result import Result
-from proa.bench.table import notes_of, number, numbers_table, origin
+from proa.bench.table import framed, number, numbers_table
 from proa.obs.units import format_bytes, format_rate
 
 _COLUMNS = (
@@ -28,16 +28,13 @@ def render_prefill(results: Sequence[Result]) -> Group:
     table = numbers_table(_COLUMNS)
     for found in results:
         table.add_row(*_row(found.figures))
-    first, last = results[0], results[-1].figures
+    last = results[-1].figures
     upload, in_service, ring = (last[name] or 0 for name in ("upload_bytes_per_s", "copy_bytes_per_s", "ring_bytes"))
     rates = (
         f"upload {format_rate(upload)}, in service {format_rate(in_service)}; the CPU: {number(last['cpu_expert_us'])} "
         f"us per expert and {number(last['cpu_pair_us'])} us per token of it; ring {format_bytes(ring)}"
     )
-    return Group(
-        Text(f"{first.question} {first.model}", style="bold"), table, Text(rates), Text(_LEGEND),
-        *notes_of(results), Text(origin(first), style="dim"),
-    )  # fmt: skip
+    return framed(results, table, Text(rates), Text(_LEGEND))
 
 
 def _row(figures: dict[str, float | None]) -> list[str]:

@@ -89,7 +89,7 @@ async def _predicted(
         return {}, (_NO_PLAN,)
     if options.rate is not None:
         return {}, (_NO_RATE,)
-    await readings.read_last()
+    await readings.read()
     speeds = planned.speeds(msgspec.structs.replace(readings.rates[-1], bytes_per_s=readings.typical))
     if speeds is None:
         return {}, readings.notes()

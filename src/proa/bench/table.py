@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,21 +18,35 @@ _STATISTICS = ("median", "p10", "p90", "p99")
 
 def render(result: Result) -> Group:
     """Format times with their percentiles, then rates, errors and notes, then machine, version and options."""
-    return Group(
-        Text(f"{result.question} {result.model}", style="bold"),
+    return framed(
+        [result],
         *([_times(result)] if any("_ms_" in name for name in result.figures) else []),
         _figures(result),
         *(Text(f"failed {count} times: {message}", style="red") for message, count in result.errors.items()),
-        *(Text(f"note: {note}") for note in result.notes),
-        Text(origin(result), style="dim"),
     )
+
+
+def framed(results: Sequence[Result], *parts: RenderableType) -> Group:
+    """Format `parts` between the question that the results answer, and their notes, machine, version and options.
+    `results` must not be empty."""
+    first = results[0]
+    notes = dict.fromkeys(note for result in results for note in result.notes)
+    return Group(
+        Text(f"{first.question} {first.model}", style="bold"),
+        *parts,
+        *note_lines(notes),
+        Text(_origin(first), style="dim"),
+    )
+
+
+def note_lines(notes: Iterable[str]) -> list[Text]:
+    return [Text(f"note: {note}") for note in notes]
 
 
 def _times(result: Result) -> Table:
     """Format one row per figure with percentiles over requests, in milliseconds."""
-    table = Table("milliseconds", *_STATISTICS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = numbers_table(("milliseconds", *_STATISTICS))
+    table.columns[0].justify = "left"
     for name in result.figures:
         what, is_time, _ = name.partition("_ms_median")
         if is_time:
@@ -42,7 +56,7 @@ def _times(result: Result) -> Table:
 
 
 def _figures(result: Result) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = facts_table()
     for name, value in result.figures.items():
         if "_ms_" not in name:
             table.add_row(*_words(name, value))
@@ -74,16 +88,15 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def origin(result: Result) -> str:
+def _origin(result: Result) -> str:
     """Format the machine, version, date and options of a result."""
     machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
-    version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
-    return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"
+    made = made_by(result.version, result.commit, result.date)
+    return f"{machine.cpu}, {machine.usable_cores} cores; {made}; {options}"
 
 
-def notes_of(results: Sequence[Result]) -> list[Text]:
-    """Collect the notes of all results without duplicates."""
-    return [Text(f"note: {note}") for note in dict.fromkeys(note for result in results for note in result.notes)]
+def made_by(version: str, commit: str | None, date: str) -> str:
+    return f"proa {version}" + (f" ({commit})" if commit else "") + f"; {date}"
 
 
 def numbers_table(columns: Iterable[str]) -> Table:
@@ -92,3 +105,8 @@ def numbers_table(columns: Iterable[str]) -> Table:
     for column in table.columns:
         column.justify = "right"
     return table
+
+
+def facts_table() -> Table:
+    """A table of names and values, without a head."""
+    return Table(box=None, show_header=False, pad_edge=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from statistics import median
+
+import numpy as np
 
 from proa.engine.stats import Stats
 
@@ -42,25 +45,13 @@ class Timing:
     @property
     def gaps_s(self) -> tuple[float, ...]:
         """Times between consecutive pieces, which show stalls that a mean hides."""
-        return tuple(b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.arrivals_s))
 
     @property
     def decode_steps(self) -> tuple[tuple[Stats, Stats, int], ...]:
         """For each piece but the first: (counters at the previous piece, counters at this piece, steps in between)."""
-        pairs = zip(self.stats, self.stats[1:], strict=False)
-        counted = ((a, b, b.scheduler.steps - a.scheduler.steps) for a, b in pairs)
+        counted = ((a, b, b.scheduler.steps - a.scheduler.steps) for a, b in pairwise(self.stats))
         return tuple(one for one in counted if one[2] > 0)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Compute a percentile by linear interpolation. Raises ValueError if there are no values."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def stage_us(timings: Iterable[Timing]) -> dict[str, float | None]:
@@ -80,4 +71,5 @@ def spread_ms(name: str, seconds: Iterable[float | None]) -> dict[str, float | N
     are skipped); all None if there are no values."""
     values = [value * 1e3 for value in seconds if value is not None]
     wanted = {"median": 50.0, "p10": 10.0, "p90": 90.0, "p99": 99.0}
-    return {f"{name}_ms_{label}": percentile(values, p) if values else None for label, p in wanted.items()}
+    found = np.percentile(values, list(wanted.values())).tolist() if values else [None] * len(wanted)
+    return {f"{name}_ms_{label}": each for label, each in zip(wanted, found, strict=True)}

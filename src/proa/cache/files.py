@@ -57,7 +57,7 @@ class FileStore:
         self._count = itertools.count()
         self._touched: set[str] = set()
         self._paused_until_s = self._listed_s = 0.0
-        self._says_bad = self._says_failed = True  # each is said once
+        self._warns_of_bad = self._warns_of_failed = True  # each warning is logged once
         self.bad_files = self.failed_writes = self.evicted_files = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,11 +86,11 @@ class FileStore:
 
     @property
     def writes(self) -> bool:
-        """Whether writing is not paused after a failure."""
+        """True unless writing is paused after a failure."""
         return time.monotonic() >= self._paused_until_s
 
     def has(self, key: bytes) -> bool:
-        """Whether the run was there when the folder was last listed."""
+        """True if the run was in the folder when it was last listed, or was written since."""
         return self._name(key) in self._files
 
     def touch(self, key: bytes) -> None:
@@ -198,8 +198,8 @@ class FileStore:
     def _pause(self, error: OSError) -> None:
         self.failed_writes += 1
         self._paused_until_s = time.monotonic() + PAUSE_S
-        if self._says_failed:
-            self._says_failed = False
+        if self._warns_of_failed:
+            self._warns_of_failed = False
             log.warning(
                 "The prefix cache cannot be written to %s: %s. Serving and restoring go on, and writing is tried again "
                 "every %d s. Free some space there, or correct its permissions.",
@@ -211,8 +211,8 @@ class FileStore:
         with suppress(OSError):
             os.unlink(self._folder / name)
         self._forget(name)
-        if self._says_bad:
-            self._says_bad = False
+        if self._warns_of_bad:
+            self._warns_of_bad = False
             log.warning(
                 "The prefix cache file %s %s. Its tokens are computed again; further such files are only counted "
                 "(proa_prefix_file_bad_files).",

@@ -2,7 +2,7 @@
 their rooms lie, and which may be lent or must come back. Never: experts, requests, clocks.
 
 A page is a row of each tensor of the caches, so a run of pages is a piece of memory in each of them. A lot is so long
-that such a piece holds one expert of the largest size at least; the pieces are cut into rooms of that size.
+that at least one such piece holds an expert of the largest size; the pieces are cut into rooms of that size.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def lots_of(page_bytes: Sequence[int], pool_pages: int, expert_bytes: int) -> Lo
 
 @dataclass(frozen=True)
 class Demand:
-    """Pages of a pool with lots. free: neither in use nor lent; evictable: held by nothing but the prefix cache;
-    coming: of lots that are being taken back. reserve: so many stay available for growth, so that no step waits."""
+    """Numbers of pages of a pool with lots. free: neither in use nor lent; evictable: held only by the prefix cache;
+    coming: in lots that are being taken back; reserve: kept available for growing sequences, so that no step waits."""
 
     free: int
     evictable: int
@@ -87,8 +87,8 @@ def lots_due(short_pages: int, demand: Demand, lot_pages: int) -> int:
 
 
 def lots_to_lend(demand: Demand, headroom_pages: int, lot_pages: int) -> int:
-    """How many lots may be lent. headroom_pages: stay free besides the reserve, so that a short request that comes next
-    takes nothing back."""
+    """How many lots may be lent. headroom_pages: pages that stay free besides the reserve, so that the next short
+    request needs no lot back."""
     if demand.coming:
         return 0
     return max(0, (demand.free - demand.reserve - headroom_pages) // lot_pages)

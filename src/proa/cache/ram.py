@@ -35,7 +35,7 @@ class Buffers(Protocol):
         """A buffer, uint8 [at most nbytes]. Raises ResourceError if there is no memory for it."""
 
     def close(self) -> None:
-        """Give up what is held beside the memory of buffers; none is used any more."""
+        """Release everything but the memory of the buffers, none of which may be used afterwards."""
 
 
 @dataclass(eq=False)
@@ -56,15 +56,15 @@ class RamStore:
     """The runs of one root. Thread-safe."""
 
     def __init__(self, limit_bytes: int, buffers: Buffers) -> None:
-        """limit_bytes: most bytes of buffers, which are allocated when they are needed and then reused. If that fails,
-        the store keeps to the buffers that it has."""
+        """limit_bytes: most bytes of buffers, which are allocated when they are needed and then reused. If an
+        allocation fails, the store does not grow any more."""
         self._most, self._buffers = limit_bytes // buffers.nbytes, buffers
         self._lock = threading.Lock()
         self._runs: OrderedDict[bytes, _Run] = OrderedDict()  # the least recently used first
         self._filling: set[bytes] = set()
         self._free: list[Tensor] = []
         self._num_buffers = 0
-        self._says_failed = True  # it is said once
+        self._warns = True  # the warning is logged once
         self.evicted_runs = 0
 
     @property
@@ -73,11 +73,11 @@ class RamStore:
 
     @property
     def writes(self) -> bool:
-        """Whether there is, or can be, a buffer."""
+        """True if there is a buffer, or one can be allocated."""
         return self._most > 0
 
     def has(self, key: bytes) -> bool:
-        """Whether the run is stored, and full."""
+        """True if the run is stored."""
         return key in self._runs
 
     def touch(self, key: bytes) -> None:
@@ -152,15 +152,15 @@ class RamStore:
                 self._free.append(filling.buffer)
 
     def _allocated(self) -> Tensor | None:
-        """A new buffer, which was counted; None: there is no memory, and the store does not grow any more."""
+        """Allocate a buffer, which `_claim` has counted. None: memory is short; the store does not grow any more."""
         try:
             return self._buffers.new()
         except ResourceError as error:
             with self._lock:
                 self._num_buffers -= 1
                 self._most = min(self._most, self._num_buffers)
-                held, says, self._says_failed = self._most * self._buffers.nbytes, self._says_failed, False
-            if says:
+                held, warns, self._warns = self._most * self._buffers.nbytes, self._warns, False
+            if warns:
                 log.warning("The prefix cache in RAM stays at %s: %s Serving goes on.", format_bytes(held), error)
             return None
 

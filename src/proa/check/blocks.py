@@ -18,7 +18,7 @@ from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.models.spec import Block, Model, Moe
 from proa.ops.reference import add, gated_add, reference, rms_norm
-from proa.ops.table import Mlp, Parameters, RouterRule, Target, batch_of
+from proa.ops.table import Mlp, Norm, Parameters, RouterRule, Target, batch_of
 
 Read = Callable[[str], Tensor]  # parameter -> float32
 _PAGE_TOKENS = 16
@@ -74,8 +74,9 @@ class BlockReference:
         return made
 
     def norm(self, name: str, x: Both) -> Both:
-        weight, of = self._norms[name], (self._model.norm_eps, self._model.norm_offset)
-        return x.map(lambda t: rms_norm(t, weight, *of), lambda t: rms_norm(t, weight.to(self._dtype), *of))
+        exact = Norm(self._norms[name], self._model.norm_eps, self._model.norm_offset)
+        rough = replace(exact, weight=exact.weight.to(self._dtype))
+        return x.map(lambda t: rms_norm(t, exact), lambda t: rms_norm(t, rough))
 
     def mixed(self, x: Both, lengths: Lengths, kv: KvStorage) -> Both:
         """The mixer's output for whole sequences. kv: the path's storage of this block's K and V; a type narrower than

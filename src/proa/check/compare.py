@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proa.cache.pool import KvStorage
 from proa.check.blame import name_experts
@@ -27,7 +28,8 @@ from proa.check.truth import Truth
 from proa.check.verdict import Observed, finite_rows, finite_so_far
 from proa.models.mixers import GatedDeltaNet, LatentAttention, Mixer
 from proa.models.spec import Model, Moe
-from proa.ops.reference import linear, rms_norm
+from proa.ops.reference import rms_norm
+from proa.ops.table import Norm
 
 _HEAD_ROWS = 8192  # of the head's matrix, in memory at a time
 _OPS: dict[type[Mixer], str] = {GatedDeltaNet: "linear attention", LatentAttention: "latent attention"}
@@ -153,8 +155,8 @@ class Comparison:
         own = reference.norm("norm2", run.hidden)
         bias = reference.router_bias
         ours = own.map(
-            lambda t: weights_at(linear(t, router, bias), ids, rule),
-            lambda t: weights_at(linear(t.float(), router.to(self._dtype).float(), bias), ids, rule),
+            lambda t: weights_at(functional.linear(t, router, bias), ids, rule),
+            lambda t: weights_at(functional.linear(t.float(), router.to(self._dtype).float(), bias), ids, rule),
         )
         given = self._both(normed)
         return [_Routed(given, ids, Both(theirs, theirs)), _Routed(own, ids, ours)]
@@ -213,10 +215,11 @@ class Comparison:
     def head(self) -> None:
         """Compare the final norm, the logits, the sampled tokens, and the logits of the whole model."""
         spec = self._spec
-        weight, of = self._truth.read("norm.weight"), (spec.norm_eps, spec.norm_offset)
+        exact = Norm(self._truth.read("norm.weight"), spec.norm_eps, spec.norm_offset)
+        rough = replace(exact, weight=exact.weight.to(self._dtype))
 
         def normed(x: Both) -> Both:
-            return x.map(lambda t: rms_norm(t, weight, *of), lambda t: rms_norm(t, weight.to(self._dtype), *of))
+            return x.map(lambda t: rms_norm(t, exact), lambda t: rms_norm(t, rough))
 
         scaled = partial(_scaled, factor=spec.logits_factor)
         rows = []
@@ -243,8 +246,8 @@ class Comparison:
             self._check_time()
             weight = self._truth.rows(name, first, min(_HEAD_ROWS, self._spec.vocab - first))
             narrow = weight.to(self._dtype)
-            product: Callable[[Tensor], Tensor] = lambda t, w=weight: linear(t, w, None)  # type: ignore[misc] # noqa: E731
-            rough: Callable[[Tensor], Tensor] = lambda t, w=narrow: linear(t, w, None)  # type: ignore[misc] # noqa: E731
+            product: Callable[[Tensor], Tensor] = lambda t, w=weight: functional.linear(t, w)  # type: ignore[misc] # noqa: E731
+            rough: Callable[[Tensor], Tensor] = lambda t, w=narrow: functional.linear(t, w)  # type: ignore[misc] # noqa: E731
             for parts, of in zip(found, rows, strict=True):
                 parts.append(of.map(product, rough))
         return [Both(torch.cat([p.exact for p in of], 1), torch.cat([p.rough for p in of], 1)) for of in found]

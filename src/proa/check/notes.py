@@ -128,7 +128,7 @@ class _WatchedNorm(RmsNorm):
 
     def __init__(self, of: RmsNorm, notes: Notes, before: str, after: str) -> None:
         self._of, self._notes, self._before, self._after = of, notes, before, after
-        self.eps, self.offset, self.weight = of.eps, of.offset, of.weight
+        self.norm = of.norm
 
     def __call__(self, x: Tensor) -> Tensor:
         self._notes.note(self._before, x)

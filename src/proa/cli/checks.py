@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from proa.bench.gpu_rates import GpuRates, measure_gpu
+from proa.bench.gpu_rates import measure_gpu
 from proa.config.env import read_env
 from proa.config.options import MachineOptions, ServerOptions
 from proa.errors import NativeError, ResourceError, UsageError
@@ -207,7 +207,7 @@ def _computing(machine: Machine, measured: Examined) -> Iterator[Finding]:
     yield Finding("CPU products", "ok", f"{format_flops(flops)}, which limit prompts on the CPU")
 
 
-def gpu_speed(gpu: Gpu, measured: Examined, measure: Callable[[int], GpuRates] = measure_gpu) -> Finding:
+def gpu_speed(gpu: Gpu, measured: Examined, measure: Callable[[int], GpuRate] = measure_gpu) -> Finding:
     """Measure a GPU's VRAM, PCIe link and products in a child process, in some seconds."""
     assert gpu.index is not None
     try:
@@ -216,13 +216,9 @@ def gpu_speed(gpu: Gpu, measured: Examined, measure: Callable[[int], GpuRates] =
         return Finding(
             "GPU speed", "note", f"{gpu.index}: not measured: {e.message}", "Free its memory, and try again."
         )
-    measured.gpus.append(
-        GpuRate(
-            index=gpu.index, vram_bytes_per_s=found.memory, pcie_bytes_per_s=found.upload, flops_per_s=found.products
-        )
-    )
-    detail = f"{gpu.index}: VRAM {format_rate(found.memory)}, PCIe {format_rate(found.upload)}"
-    return Finding("GPU speed", "ok", f"{detail}, bfloat16 products {format_flops(found.products)}")
+    measured.gpus.append(found)
+    detail = f"{gpu.index}: VRAM {format_rate(found.vram_bytes_per_s)}, PCIe {format_rate(found.pcie_bytes_per_s)}"
+    return Finding("GPU speed", "ok", f"{detail}, bfloat16 products {format_flops(found.flops_per_s)}")
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

@@ -34,7 +34,7 @@ class LatentAttention:
         (cache,), s, ops = caches, self.spec, self.ops
         q, kv = torch.split(self.a(x), [s.q_rank or s.q_rows, s.rank + s.rope.dim], 1)
         if self.q_norm is not None and self.q_b is not None:
-            q = self.q_b(ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps, self.q_norm.offset))
+            q = self.q_b(ops.rms_norm(q, self.q_norm))
         angles = Angles(*step.angles[s.rope], s.rope.interleaved)
         q = q.view(len(x), s.heads, s.key_dim + s.rope.dim)
         q = ops.latent_store(q, kv, self.kv_norm, angles, cache, step.batch.slots)

@@ -13,24 +13,18 @@ class RmsNorm:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self._rms_norm, self._add_norm = ops.rms_norm, ops.add_norm
-        self.eps, self.offset = model.norm_eps, model.norm_offset
-        self.weight = ops.maps.vector(model.hidden)
+        self.norm = Norm(ops.maps.vector(model.hidden), model.norm_eps, model.norm_offset)  # for ops that fuse it
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._rms_norm(x, self.weight, self.eps, self.offset)
+        return self._rms_norm(x, self.norm)
 
     def of_sum(self, x: Tensor, y: Tensor | Unsummed | None) -> tuple[Tensor, Tensor]:
         """Returns x + y and its norm; y None: x and its norm."""
         if y is None:
             return x, self(x)
         if isinstance(y, Tensor):
-            return self._add_norm(x, y, self.weight, self.eps, self.offset)
+            return self._add_norm(x, y, self.norm)
         return y.add_norm(x, self.norm)
 
-    @property
-    def norm(self) -> Norm:
-        """Weight, epsilon and offset, for ops that fuse the norm."""
-        return Norm(self.weight, self.eps, self.offset)
-
     def parameters(self) -> Parameters:
-        yield "weight", self.weight
+        yield "weight", self.norm.weight

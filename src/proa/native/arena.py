@@ -187,8 +187,8 @@ class AttachedArena:
 
     The descriptor comes by inheritance (subprocess's pass_fds, which keeps its number) or over a Unix socket
     (socket.send_fds); the mapping holds a duplicate of it, so the caller may close it. The memory stays allocated until
-    all processes have let go of it, whichever of them ends first. The owner touches it before: a page that nothing has
-    touched is allocated at the first access here, where a lack of memory kills the process.
+    every process has unmapped it, in any order. The owner must touch it before: an untouched page is allocated at the
+    first access here, where a lack of memory kills the process.
 
     Raises ValueError for a file that is too short, or that could be cut off later, which would kill its readers too.
     """

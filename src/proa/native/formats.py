@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Collection
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -262,12 +262,7 @@ class PackSource(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _FormatKernels(ctypes.Structure):
-    _fields_ = [("digit_rows", c_int32), ("tile_rows", c_int32), ("wide_rows", c_int32)]
-
-
 _SIGNATURES: Signatures = {
-    "proa_get_format_kernels": (c_char_p, c_int, POINTER(_FormatKernels)),
     "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
     "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(PackSource), c_int, c_void_p, c_int64),
 }
@@ -276,22 +271,6 @@ _SIGNATURES: Signatures = {
 @functools.cache
 def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)
-
-
-class FormatKernels(NamedTuple):
-    """The kernels for a format by the number of rows, where a step may use any: integer products up to digit_rows,
-    matrix tiles from tile_rows on, weights expanded once for all rows from wide_rows on. 0: none of that kind."""
-
-    digit_rows: int
-    tile_rows: int
-    wide_rows: int
-
-
-def format_kernels(isa: str, of: Format) -> FormatKernels:
-    """The kernels of an instruction set, whether or not this CPU has it. Raises ValueError for an unknown name."""
-    found = _FormatKernels()
-    _native().proa_get_format_kernels(isa.encode(), of, ctypes.byref(found))
-    return FormatKernels(found.digit_rows, found.tile_rows, found.wide_rows)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
 from types import TracebackType
+from typing import TypeVar
 
 from proa.config.env import read_env
 from proa.errors import UsageError
+from proa.machine.topology import Team
 from proa.native.library import Signatures, library
 
 
@@ -31,6 +34,9 @@ _SIGNATURES: Signatures = {
     "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
 }
 _TEXT_BYTES = 256
+_MEASURE_SPIN_US = 50
+
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -47,7 +53,7 @@ def select_isa(wanted: str = "") -> tuple[str, str]:
 
 
 def wished_isa(flag: str | None = None) -> tuple[str, str]:
-    """select_isa with the user's wish: the flag, else PROA_ISA. Raises UsageError, NativeError."""
+    """select_isa for the kernels that the user asks for: the flag, else PROA_ISA. Raises UsageError, NativeError."""
     wanted = flag or read_env().isa
     try:
         return select_isa(wanted)
@@ -94,11 +100,6 @@ class Pool:
             raise ValueError("The pool is closed.")
         return self._handle
 
-    @staticmethod
-    def bind_caller(cpus: Collection[int]) -> None:
-        """Bind the calling thread, preferably to CPUs without workers: unbound, it may be scheduled onto a worker's."""
-        os.sched_setaffinity(0, cpus)
-
     def use(self, workers: Sequence[int]) -> None:
         """Use only the first `workers[i]` workers of team i, and the caller, from now on; the others sleep.
 
@@ -124,3 +125,19 @@ class Pool:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def with_pool(teams: Sequence[Team], measure: Callable[[Pool], _T], *, isa: str = "", pinned: bool = True) -> _T:
+    """Call `measure` with a pool on the teams' CPUs. pinned: each thread is bound to its CPU. Raises NativeError,
+    ResourceError, and what `measure` raises."""
+
+    def run() -> _T:
+        own, *others = teams[0].cpus
+        if pinned:
+            os.sched_setaffinity(0, {own})
+        cpus = [others, *(team.cpus for team in teams[1:])]
+        with Pool(cpus, isa=isa, pin=pinned, spin_us=_MEASURE_SPIN_US) as pool:
+            return measure(pool)
+
+    with ThreadPoolExecutor(1) as thread:  # the pool's caller is bound to a CPU, but our caller's thread must not be
+        return thread.submit(run).result()

@@ -6,7 +6,6 @@ import ctypes
 import enum
 import functools
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 
 from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
@@ -21,14 +20,19 @@ class Regime(enum.IntEnum):
     PROMPT = 2
 
 
-class _KvPages(ctypes.Structure):
+class Cache(ctypes.Structure):
+    """One layer's KV pages: keys, values: addresses of bfloat16 or e4m3 [pages, page_tokens, kv_heads, head_dim] each.
+    e4m3: 1 or 0; K = stored value * key_scale, V likewise."""
+
     _fields_ = [
         ("keys", c_void_p), ("values", c_void_p), ("pages", c_int64), ("page_tokens", c_int64), ("kv_heads", c_int64),
-        ("head_dim", c_int64), ("type", c_int32), ("key_scale", c_float), ("value_scale", c_float),
+        ("head_dim", c_int64), ("e4m3", c_int32), ("key_scale", c_float), ("value_scale", c_float),
     ]  # fmt: skip
 
 
-class _LatentPages(ctypes.Structure):
+class LatentCache(ctypes.Structure):
+    """One layer's pages of latent attention: rows: address of bfloat16 [pages, page_tokens, latent + key]."""
+
     _fields_ = [
         ("rows", c_void_p), ("pages", c_int64), ("page_tokens", c_int64), ("latent", c_int64), ("key", c_int64),
     ]  # fmt: skip
@@ -43,7 +47,9 @@ class RouterRule(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _GatedDelta(ctypes.Structure):
+class Delta(ctypes.Structure):
+    """A gated delta rule: proa_gated_delta in native.h. Sizes, addresses; strides in elements."""
+
     _fields_ = [
         *((name, c_int64) for name in ("groups", "per_group", "key_dim", "value_dim", "taps")),
         *((name, c_void_p) for name in ("q", "k", "v", "z")), ("row_stride", c_int64), ("group_stride", c_int64),
@@ -71,23 +77,23 @@ _SIGNATURES: Signatures = {
     "proa_program_add_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "proa_program_add_gated_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "proa_program_add_gate": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
-    "proa_program_add_gated_delta": (c_void_p, POINTER(_GatedDelta)),
+    "proa_program_add_gated_delta": (c_void_p, POINTER(Delta)),
     "proa_program_add_rotary": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_route": (
         c_void_p, c_void_p, c_int64, c_int, POINTER(RouterRule), c_void_p, c_void_p,
     ),
     "proa_program_add_best": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "proa_program_add_write_kv": (
-        c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
+        c_void_p, POINTER(Cache), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
     ),
     "proa_program_add_attention": (
-        c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p,
+        c_void_p, POINTER(Cache), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p,
     ),
     "proa_program_add_write_latent": (
-        c_void_p, POINTER(_LatentPages), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
+        c_void_p, POINTER(LatentCache), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
     ),
     "proa_program_add_latent_attention": (
-        c_void_p, POINTER(_LatentPages), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float,
+        c_void_p, POINTER(LatentCache), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float,
     ),
     "proa_program_add_head_linear": (
         c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
@@ -104,73 +110,6 @@ _SIGNATURES: Signatures = {
 @functools.cache
 def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """One layer's KV pages: bfloat16 or e4m3 [pages, page_tokens, kv_heads, head_dim] each at an address."""
-
-    keys: int
-    values: int
-    pages: int
-    page_tokens: int
-    kv_heads: int
-    head_dim: int
-    e4m3: bool = False
-    key_scale: float = 1.0  # e4m3 only: K = stored value * key_scale, V likewise
-    value_scale: float = 1.0
-
-    def struct(self) -> _KvPages:
-        return _KvPages(
-            self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim, self.e4m3,
-            self.key_scale, self.value_scale,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LatentCache:
-    """One layer's pages of latent attention: bfloat16 [pages, page_tokens, latent + key] at an address."""
-
-    rows: int
-    pages: int
-    page_tokens: int
-    latent: int
-    key: int
-
-    def struct(self) -> _LatentPages:
-        return _LatentPages(self.rows, self.pages, self.page_tokens, self.latent, self.key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """A gated delta rule: proa_gated_delta in csrc/include/proa/native.h. Sizes, addresses; strides in elements."""
-
-    groups: int
-    per_group: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    q: int
-    k: int
-    v: int
-    z: int
-    row_stride: int
-    group_stride: int
-    b: int
-    a: int
-    gates_row_stride: int
-    gates_group_stride: int
-    conv: int
-    a_log: int
-    dt_bias: int
-    norm: int
-    eps: float
-    rule: int
-    tail: int
-    slots: int
-    mixed: int
-    out: int
-    out_stride: int
 
 
 class Program:
@@ -238,7 +177,7 @@ class Program:
 
     def add_gated_delta(self, delta: Delta) -> None:
         """Append a gated delta rule. Raises ValueError unless 16 divides value_dim, and for more than 8 taps."""
-        _native().proa_program_add_gated_delta(self._handle, _GatedDelta(**vars(delta)))
+        _native().proa_program_add_gated_delta(self._handle, delta)
 
     def add_rotary(self, x: Rows, cos: int, sin: int, heads: int, head_dim: int, half: int, interleaved: bool) -> None:
         _native().proa_program_add_rotary(
@@ -256,7 +195,7 @@ class Program:
 
     def add_write_kv(self, cache: Cache, keys: Rows, values: Rows, slots: int) -> None:
         _native().proa_program_add_write_kv(
-            self._handle, cache.struct(), keys.address, keys.stride, values.address, values.stride, slots
+            self._handle, cache, keys.address, keys.stride, values.address, values.stride, slots
         )
 
     def add_attention(
@@ -264,20 +203,20 @@ class Program:
     ) -> None:
         """sinks: address of float32 [heads], or 0."""
         _native().proa_program_add_attention(
-            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale,
+            self._handle, cache, q.address, q.stride, out.address, out.stride, heads, window or 0, scale,
             sinks or None,
         )  # fmt: skip
 
     def add_write_latent(self, cache: LatentCache, latents: Rows, keys: Rows, slots: int) -> None:
         """Append a write of latents. Raises ValueError unless 8 divides the sizes of latent and key."""
         _native().proa_program_add_write_latent(
-            self._handle, cache.struct(), latents.address, latents.stride, keys.address, keys.stride, slots
+            self._handle, cache, latents.address, latents.stride, keys.address, keys.stride, slots
         )
 
     def add_latent_attention(self, cache: LatentCache, q: Rows, out: Rows, heads: int, scale: float) -> None:
         """Append latent attention. Raises ValueError for cache rows of more than 576 elements."""
         _native().proa_program_add_latent_attention(
-            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, scale
+            self._handle, cache, q.address, q.stride, out.address, out.stride, heads, scale
         )
 
     def add_head_linear(self, weights: Matrix, x: Rows, x_apart: int, y: Rows, y_apart: int, carried: int = 0) -> None:

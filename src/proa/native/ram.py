@@ -20,7 +20,7 @@ from proa.machine.rates import RamRate
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
 from proa.native.ceilings import MemoryRange, read_rate
-from proa.native.pool import Pool
+from proa.native.pool import Pool, with_pool
 
 MEASURE_S = 0.3
 LEAST_WINDOW_S = 0.012
@@ -28,7 +28,6 @@ WINDOWS = 4  # windows per number of workers, interleaved
 LEAST_BUFFER_BYTES = 256 << 20
 _CHUNK_BYTES = 4 << 20  # touched by one call
 _LEAST_SPAN_BYTES = 1 << 20  # a worker reads this much at a time
-_SPIN_US = 50
 
 
 def buffer_bytes(machine: Machine) -> int:
@@ -97,26 +96,18 @@ def measure_ram(
     Takes about `seconds`, by default usual_seconds(); longer if touching the memory is slow. pinned: each thread is
     bound to its CPU. Raises NativeError, ResourceError.
     """
-    with ThreadPoolExecutor(1) as thread:  # the pool's caller must be bound to a CPU, but our caller's thread must not
-        asked_s = usual_seconds() if seconds is None else seconds
-        return thread.submit(_measure, machine, teams, pinned, asked_s).result()
+    end_s = time.perf_counter() + (usual_seconds() if seconds is None else seconds)
 
+    def measure(pool: Pool) -> RamRate:
+        with closing(RamReader(pool, teams, machine, pinned=pinned)) as reader:
+            counts = worker_counts(pool.threads)
+            left_s = end_s - time.perf_counter()
+            meter = LoadMeter()
+            rates = reader.rates(counts, max(LEAST_WINDOW_S, left_s / (WINDOWS * len(counts))))
+            fastest = max(counts, key=lambda count: rates[count])
+            return RamRate(bytes_per_s=rates[fastest], threads=fastest, pages=reader.pages, load=meter.load())
 
-def _measure(machine: Machine, teams: Sequence[Team], pinned: bool, seconds: float) -> RamRate:
-    begin_s = time.perf_counter()
-    own, *others = teams[0].cpus
-    if pinned:
-        Pool.bind_caller({own})
-    with (
-        Pool([others, *(team.cpus for team in teams[1:])], pin=pinned, spin_us=_SPIN_US) as pool,
-        closing(RamReader(pool, teams, machine, pinned=pinned)) as reader,
-    ):
-        counts = worker_counts(pool.threads)
-        left_s = seconds - (time.perf_counter() - begin_s)
-        meter = LoadMeter()
-        rates = reader.rates(counts, max(LEAST_WINDOW_S, left_s / (WINDOWS * len(counts))))
-        fastest = max(counts, key=lambda count: rates[count])
-        return RamRate(bytes_per_s=rates[fastest], threads=fastest, pages=reader.pages, load=meter.load())
+    return with_pool(teams, measure, pinned=pinned)
 
 
 def _touch(arena: Arena, cpus: Sequence[int], pinned: bool) -> None:

@@ -179,7 +179,7 @@ class Compiler:
             return "they were not requested"
         try:
             self._driver.utils = nvidia.CudaUtils()
-        except Exception as error:  # noqa: BLE001 - no driver library, no C compiler: whatever Triton says about it
+        except Exception as error:  # noqa: BLE001 - no driver library, no C compiler: any of Triton's errors
             self._launchers = False
             return f"{type(error).__name__}: {error}"
         return ""
@@ -212,7 +212,7 @@ def load(variant: Variant) -> None:
     settle()
     driver = triton.runtime.driver.active
     kernel = _compile(variant, driver.get_current_target())
-    kernel.run  # noqa: B018 - a property: asked for, it loads
+    kernel.run  # noqa: B018 - a property, which loads the kernel
     _function(variant).device_caches[driver.get_current_device()][0][variant.key] = kernel
 
 

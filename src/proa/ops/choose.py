@@ -15,8 +15,7 @@ def composed_choose(rms_norm: RmsNorm, add_norm: AddNorm, route: Route) -> Choos
         x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        of = norm.weight, norm.eps, norm.offset
-        x, normed = (x, rms_norm(x, *of)) if y is None else add_norm(x, y, *of)
+        x, normed = (x, rms_norm(x, norm)) if y is None else add_norm(x, y, norm)
         return x, normed, Chosen(*route(router(normed), slots, rule))
 
     return choose

@@ -67,14 +67,15 @@ class CpuOps:
             latent_attention=self.latent_attention,
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         groups, width = (x.shape[1], x.shape[2]) if x.dim() == 3 else (1, x.shape[1])
         apart = x.stride(1) if groups > 1 else width
         out = self._to.new(groups * width)
         rows = rows_of(x) if apart == width else rows_of(x[:, 0])
         self._to.program.add_rms_norm(
-            rows, weight.data_ptr(), groups, width, eps, rows_of(out), offset, 0 if apart == width else apart
-        )
+            rows, norm.weight.data_ptr(), groups, width, norm.eps, rows_of(out), norm.offset,
+            0 if apart == width else apart,
+        )  # fmt: skip
         return out.view(x.shape)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -96,9 +97,9 @@ class CpuOps:
             self._turns[key] = self._to.keep(cos), self._to.keep(torch.zeros_like(cos))
         return self.rotary(x.view(len(x), -1, 2 * pairs), *self._turns[key], False).view(x.shape)
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         x = self.add(x, y)
-        return x, self.rms_norm(x, weight, eps, offset)
+        return x, self.rms_norm(x, norm)
 
     def rotate_store(
         self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
@@ -106,7 +107,7 @@ class CpuOps:
         k, v = kv.chunk(2, 1)
         if norm:
             q, k = (
-                self.rms_norm(_in_groups(t, len(weight)), weight, norm.eps, norm.offset).view(t.shape)
+                self.rms_norm(_in_groups(t, len(weight)), Norm(weight, norm.eps, norm.offset)).view(t.shape)
                 for t, weight in ((q, norm.q), (k, norm.k))
             )
         q, k = (self.rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
@@ -174,7 +175,7 @@ class CpuOps:
         self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor
     ) -> Tensor:
         rotary_dim = 2 * angles.cos.shape[1]
-        latents = self.rms_norm(kv[:, : cache.rank], norm.weight, norm.eps, norm.offset)
+        latents = self.rms_norm(kv[:, : cache.rank], norm)
         keys = self.rotary(kv[:, None, cache.rank :], angles.cos, angles.sin, angles.interleaved)[:, 0]
         self._to.program.add_write_latent(latent_cache(cache), rows_of(latents), rows_of(keys), slots.data_ptr())
         heads, dim = q.shape[1:]

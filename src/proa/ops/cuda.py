@@ -15,7 +15,7 @@ from proa.ops.caches import KvPages, RecurrentState
 from proa.ops.choose import composed_choose
 from proa.ops.cuda_attention import CudaAttention
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
-from proa.ops.cuda_linear import CudaLinear, PlainMatrix
+from proa.ops.cuda_linear import CudaLinear, PlainMatrix, router_rows
 from proa.ops.gated import ACTIVATIONS
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.residency import Located, Residency
@@ -77,17 +77,17 @@ class CudaOps:
             latent_attention=self._latent.attend,
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        norms.rms_norm(x, weight, eps, out, offset)
+        norms.rms_norm(x, norm, out)
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        norms.add_rms_norm(x, y, weight, eps, out, offset)
+        norms.add_rms_norm(x, y, norm, out)
         return x, out
 
     def rotate_store(
@@ -98,7 +98,7 @@ class CudaOps:
             per_head = None
             for part, weight in ((q, norm.q), (kv[:, :kv_heads], norm.k)):
                 rows = part.flatten(1)
-                norms.rms_norm(rows, weight, norm.eps, rows, norm.offset)
+                norms.rms_norm(rows, Norm(weight, norm.eps, norm.offset), rows)
         together = q.stride(1) == q.shape[2]
         out = q if together else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         rotations.rotate_store(q, kv, per_head, angles, cache, slots, out)
@@ -134,14 +134,13 @@ class CudaOps:
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
         few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
-        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
-        if residency is None or weight is None or not few or y is None:
+        rows = router_rows(router)
+        if residency is None or rows is None or not few or y is None:
             return self._composed_choose(x, y, norm, router, slots, rule, residency)
         fetched = residency.in_place is not None and len(x) > 1
         # a program of the fused kernel sees one row; single-token experts can be identified only across all rows
         here = replace(residency, counts=None, bell=None) if fetched else residency
         out = _new_choice(x, rule.top_k, here.bell is not None)
-        rows = choose.RouterRows(weight, bias)
         choose.choose(x, y, norm, rows, slots, rule, here, self._choice_space, out)
         if fetched:
             locate(out.at.ids, residency, out.at)

@@ -83,7 +83,7 @@ class SegmentedAttention:
     def __init__(
         self, rectangle: Rectangle, traits: GpuTraits, most_rows: int = 0, tokens: tuple[int, ...] = SEGMENT_TOKENS
     ) -> None:
-        """most_rows: of a tile; 0: as sizes.segment_rows has it. tokens: sizes of segments, falling."""
+        """most_rows: query rows of a tile; 0: sizes.segment_rows. tokens: sizes of segments, falling."""
         self._rectangle, self._native = rectangle, traits.converts_e4m3
         self._most_rows, self._tokens = most_rows, tokens
 

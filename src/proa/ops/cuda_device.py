@@ -7,7 +7,7 @@ from torch import Tensor
 
 from proa.ops.added import Added
 from proa.ops.bell_block import BellBlock
-from proa.ops.cuda_linear import CudaLinear
+from proa.ops.cuda_linear import router_rows
 from proa.ops.device_table import DeviceOps
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
@@ -22,11 +22,9 @@ def device_ops(device: torch.device) -> DeviceOps:
     def foresee(
         x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int, block: BellBlock
     ) -> None:  # fmt: skip
-        router = following.router
-        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
-        if weight is None or len(x) > look_ahead.MOST_ROWS or x.shape[1] > choose.MOST_COLUMNS:
+        rows = router_rows(following.router)
+        if rows is None or len(x) > look_ahead.MOST_ROWS or x.shape[1] > choose.MOST_COLUMNS:
             return
-        rows = choose.RouterRows(weight, bias)
         look_ahead.look_ahead(x, following.norm, rows, following.rule, slots, cpu, layer, block, space)
 
     return DeviceOps(

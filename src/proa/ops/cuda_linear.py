@@ -17,8 +17,9 @@ from proa.ops import products
 from proa.ops.parts import named_parts
 from proa.ops.sizes import FEW_ROWS, UNPACKED_BYTES
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
-from proa.ops.table import Parameters, Sink
+from proa.ops.table import LinearMap, Parameters, Sink
 from proa.ops.triton import linear, linear_packed
+from proa.ops.triton.choose import RouterRows
 from proa.ops.triton.unpack import unpack
 
 # From this many tokens on, dequantising to bfloat16 rows and multiplying with cuBLAS is faster than the packed kernel:
@@ -61,7 +62,7 @@ class PackedMatrix:
     def __init__(self, of: Layout, device: torch.device) -> None:
         self.of = of
         self.panels = torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
-        # Of launches with few rows, and of others.
+        # Counters of arrived programs: for launches with few rows, and for all others.
         self._arrived = torch.zeros(2, linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -191,3 +192,10 @@ class CudaLinear:
         for name in self._outs:
             yield f"{name}.weight", self._sink(name)
         yield from named_parts(self._outs, "bias", self.bias)
+
+
+def router_rows(router: LinearMap) -> RouterRows | None:
+    """A router's weight and bias for the fused kernels; None if its weight is not one unpacked matrix."""
+    if not isinstance(router, CudaLinear) or (weight := router.weight) is None:
+        return None
+    return RouterRows(weight, router.bias)

@@ -78,7 +78,7 @@ class ExpertSum:
 
     def add_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         x = self.add(x)
-        return x, rms_norm(x, norm.weight, norm.eps, norm.offset)
+        return x, rms_norm(x, norm)
 
 
 def add_experts(
@@ -131,7 +131,7 @@ def push(
 
 
 def pull(out: Tensor, block: BellBlock, state: Tensor) -> None:
-    """Nothing waits: the answer must have arrived."""
+    """Does not wait: the answer must have arrived."""
     check_pull(out, block)
     pairs = state[STATE_WORDS : STATE_WORDS + len(out), None]
     out.copy_(torch.where(pairs > 0, block.y[: len(out)], 0.0))
@@ -146,7 +146,7 @@ def foresee(
 ) -> None:  # fmt: skip
     if not 0 < len(x) <= FORESEEN_ROWS:
         return
-    normed = rms_norm(x, following.norm.weight, following.norm.eps, following.norm.offset)
+    normed = rms_norm(x, following.norm)
     ids, _ = route(following.router(normed), slots, following.rule)
     block.foreseen_ids[: len(x)] = torch.where(ids >= 0, cpu[ids.clamp(min=0).long()], -1)
     block.foreseen[1:] = torch.tensor((layer, len(x)))

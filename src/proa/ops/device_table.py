@@ -84,7 +84,7 @@ class Push(Protocol):
         self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: BellBlock, state: Tensor
     ) -> None:
         """Hand the pairs with id >= 0 and address 0, and the rows that have one, to the CPU, and ring; without such a
-        pair only `state` says so.
+        pair only `state` is written.
 
         x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k].
         state int32 [STATE_WORDS + most tokens], initially zeros. Raises ValueError."""

@@ -68,7 +68,7 @@ def copy_on_device(source: Tensor, to: Tensor) -> None:
 
 
 class _Mapped:
-    """Pinned memory, described as the device addresses it: at the same address (unified virtual addressing)."""
+    """Pinned host memory for torch.as_tensor: the device has it at the same address (unified virtual addressing)."""
 
     def __init__(self, host: Tensor) -> None:
         kinds = {torch.int32: "<i4", torch.int64: "<i8"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proa.ops.choose import composed_choose
-from proa.ops.table import Embedding, Gather, Join, Ops, Parameters, Route
+from proa.ops.table import Embedding, Gather, Join, Norm, Ops, Parameters, Route
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ def joined(ops: Ops, route: Route, peers: Peers) -> Ops:
     def add(x: Tensor, y: Tensor) -> Tensor:
         return ops.add(x, peers.join(y))
 
-    def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-        return ops.add_norm(x, peers.join(y), weight, eps, offset)
+    def add_norm(x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return ops.add_norm(x, peers.join(y), norm)
 
     choose = composed_choose(ops.rms_norm, add_norm, route)
     return replace(ops, join=peers.join, gather=peers.gather, add=add, add_norm=add_norm, choose=choose)

@@ -37,10 +37,10 @@ from proa.ops.table import (
 )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return ((weight.float() + offset) * normed).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return ((norm.weight.float() + norm.offset) * normed).to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -56,24 +56,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((out.to(x.dtype), rest), -1)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight [N, K]^T + bias [N] -> [T, N] in x's dtype."""
-    return functional.linear(x, weight, bias)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2I] -> silu(gate) * up, [T, I]; gate is the first half."""
-    gate, up = gate_up.chunk(2, -1)
-    return functional.silu(gate) * up
-
-
 def gated(gate_up: Tensor, gating: Gating) -> Tensor:
     """gate_up [T, 2I], gate first, or [T, I] without a gate -> input of down [T, I]."""
     if gating.kind == "relu2":
         return functional.relu(gate_up).square()
-    if gating.kind == "silu":
-        return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
+    if gating.kind == "silu":
+        return functional.silu(gate) * up
     gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -116,8 +105,8 @@ def moe_experts(
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, choice = torch.where(ids == expert)
         up_bias, down_bias = (None, None) if biases is None else (bias[expert] for bias in biases)
-        h = gated(linear(x[rows], gate_up[expert], up_bias), gating)
-        y = linear(h, down[expert], down_bias)
+        h = gated(functional.linear(x[rows], gate_up[expert], up_bias), gating)
+        y = functional.linear(h, down[expert], down_bias)
         out.index_add_(0, rows, y.float() * weights[rows, choice, None])
     return out.to(x.dtype)
 
@@ -130,16 +119,16 @@ def gated_add(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     return x + torch.sigmoid(gate) * y
 
 
-def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     x = add(x, y)
-    return x, rms_norm(x, weight, eps, offset)
+    return x, rms_norm(x, norm)
 
 
 def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor) -> Tensor:
     k, v = kv.chunk(2, 1)
     if norm:
         q, k = (
-            rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps, norm.offset).view(t.shape)
+            rms_norm(t.reshape(len(t), -1, len(weight)), Norm(weight, norm.eps, norm.offset)).view(t.shape)
             for t, weight in ((q, norm.q), (k, norm.k))
         )
     q, k = (rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
@@ -250,7 +239,7 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
 
 def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
     rank, rotary_dim = len(norm.weight), 2 * angles.cos.shape[-1]
-    latents = rms_norm(kv[:, :rank], norm.weight, norm.eps, norm.offset)
+    latents = rms_norm(kv[:, :rank], norm)
     keys = rotary(kv[:, None, rank:], angles.cos, angles.sin, angles.interleaved)[:, 0]
     cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1))
     plain = q.shape[-1] - rotary_dim
@@ -294,7 +283,7 @@ def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, ba
             rule += k[i, :, :, None] * (beta[start + i, :, None] * (v[i] - known))[:, None]
             out[start + i] = (rule * q[i, :, :, None]).sum(1)
         start += q_len
-    normed = rms_norm(out, weights.norm, weights.eps) * functional.silu(x.z.float().flatten(1, 2))
+    normed = rms_norm(out, Norm(weights.norm, weights.eps)) * functional.silu(x.z.float().flatten(1, 2))
     return normed.to(x.q.dtype).flatten(1)
 
 
@@ -311,7 +300,7 @@ class TorchLinear:
         self.bias = torch.empty(sum(outs.values()), dtype=dtype) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
 
     def parameters(self) -> Parameters:
         yield from named_parts(self._outs, "weight", self.weight)
@@ -331,7 +320,8 @@ class TorchRouter(TorchLinear):
         super().__init__({"router": experts}, hidden, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(x.float(), self.weight.float(), bias)
 
 
 class TorchMlp:
@@ -425,7 +415,7 @@ class TorchEmbedding:
         return self.weight[tokens]
 
     def logits(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, None).float()
+        return functional.linear(x, self.weight).float()
 
     def parameters(self) -> Parameters:
         yield "weight", self.weight

@@ -42,6 +42,10 @@ class ExpertShape:
     def down(self) -> Layout:
         return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
 
+    def matrix(self, up: bool) -> tuple[Layout, int]:
+        """Layout and columns, without padding: of gate and up together if `up`, else of down."""
+        return (self.up, self.hidden) if up else (self.down, self.width)
+
 
 IN_PLACE_PAIRS = 64  # most (token, expert) pairs of a step for which experts are read in place
 

@@ -10,11 +10,7 @@ from proa.ops.table import RouterRule
 
 SCORES = {"softmax": 0, "sigmoid": 1}  # PROA_SCORE_* of native.h; also branches of ops/triton/route.py
 
-NUMBERS = (
-    "scale",
-    "epsilon",
-    "least",
-)  # arguments of Triton kernels; the other parts of a rule are constants
+NUMBERS = ("scale", "epsilon", "least")  # arguments of Triton kernels; the other parts of a rule are constants
 
 
 def native_rule(experts: int, rule: RouterRule, correction: int | None) -> program.RouterRule:
@@ -39,7 +35,7 @@ def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
 
 
 def rule_arguments(experts: int, rule: RouterRule) -> dict[str, object]:
-    """The arguments of Triton kernels that the rule decides, but its correction, by name."""
+    """The rule as arguments of Triton kernels by name, except its correction."""
     return {name: getattr(rule.router, name) for name in NUMBERS} | rule_constants(experts, rule)
 
 

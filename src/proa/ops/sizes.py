@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from proa.types import MOST_LOGPROBS as MOST_LOGPROBS  # as a request may ask for
+from proa.types import MOST_LOGPROBS as MOST_LOGPROBS  # most that a request may ask for
 
 # Decode graphs: the sequences of a step are padded up to the next of these sizes. Padding rows read no expert weights
 # and no KV.
@@ -19,24 +19,25 @@ PROMPT_ROWS = (32, 64, 128, 256, 512)
 
 # Most parts that split-KV attention cuts a sequence into; kernels are compiled for this many.
 MOST_SPLITS = 256
-MOST_HEAD_DIM, MOST_HEAD_GROUP = 256, 64  # of a GPU's attention: head dimension, query heads that share a KV head
+MOST_HEAD_DIM, MOST_HEAD_GROUP = 256, 64  # on a GPU: largest head dimension, most query heads per KV head
 LATENT_HEADS = 64  # most heads per program of latent attention; smaller programs have fewer splits
 FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
 E4M3_CAPABILITY = 89  # first compute capability that converts E4M3, and whose tensor cores multiply it
 E4M3_COLUMNS = 128  # columns per scale of rows that are rounded to E4M3, if a row has several
 MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before the device is known
 
-RING_BANKS = 2  # of the ring for experts that are copied in for a prompt: one layer is read while the next arrives
-# Of banks of the ring and experts in lent KV pages: kernels read panels in vectors of 16 bytes, DMA in larger bursts.
+RING_BANKS = 2  # the ring holds experts copied in for a prompt: one layer is read while the next arrives
+# Alignment of the ring's banks, and of experts in lent KV pages: kernels read panels in vectors of 16 bytes, DMA in
+# larger bursts.
 EXPERT_ALIGNMENT_BYTES = 256
-# Launches of fewer rows share no buffer with those of as many or more: a decode step may run while chunks of a prompt
-# are computed on another stream. Each side's own launches must run in order.
+# Launches with fewer rows than this share no buffer with the others: a decode step may run while chunks of a prompt are
+# computed on another stream. Launches that share buffers must run in order.
 FEW_ROWS = 128
 # Attention of long prompts: tokens of segments of the past, and rows x heads of a tile. Segments of 16384 tokens reach
 # 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
 SEGMENT_TOKENS = (16384, 4096)
 SEGMENT_VECTORS = 65536
-SEGMENTS_MERGED = 3  # at once
+SEGMENTS_MERGED = 3  # most segments merged by one launch
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels
@@ -136,8 +137,8 @@ def residency_bytes(layers: int, experts: int) -> int:
 
 
 def ring_groups(experts: int, expert_bytes: int, bank_bytes: int) -> int:
-    """Number of groups in which so many experts are in a bank of the ring one after the other; 1 for none. A bank holds
-    at least one."""
+    """Number of groups into which a layer's experts must be divided so that each group fits into a bank of the ring, at
+    least 1. A bank holds at least one expert."""
     return max(1, -(-experts // (bank_bytes // expert_bytes)))
 
 

@@ -25,7 +25,7 @@ from proa.ops.residency import Located, Residency
 class DeviceBatch:
     """An AttentionBatch as device tensors at fixed addresses, for a graph to read; S and T include padding."""
 
-    rows_each: int  # decode: sequence s has this many rows, from row s * rows_each on; 0: q_starts alone says
+    rows_each: int  # decode: sequence s has this many rows, from row s * rows_each on; 0: see q_starts
     q_starts: Tensor  # int32 [S + 1]: each sequence's first row
     kv_lens: Tensor  # int32 [S], 0 for padding
     page_table: Tensor  # int32 [S, most pages]
@@ -55,10 +55,18 @@ class AttentionBatch:
         return self.device
 
 
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: weight [N]; eps, added to the mean of squares; offset, added to the weight."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
 class RmsNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """x [..., N] / rms(x) * (offset + weight [N]); computed in float32, returned in x's dtype (arXiv
-        1910.07467)."""
+    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [..., N] / rms(x) * (offset + weight); computed in float32, returned in x's dtype (arXiv 1910.07467)."""
 
 
 class Add(Protocol):
@@ -72,7 +80,7 @@ class Scale(Protocol):
 
 
 class AddNorm(Protocol):
-    def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x + y and its rms_norm. May add in place in x; use only the return values."""
 
 
@@ -170,15 +178,6 @@ class Route(Protocol):
         weights are NaN. If the rule's router holds only some of the experts (`held`), ids are counted from the first of
         these, and -1 stands for all others.
         """
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm: weight [N]; eps, added to the mean of squares; offset, added to the weight."""
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -38,9 +39,10 @@ class CpuSide:
         self.memory = Memory(self.pool, nodes, workers.interleave)
 
     def bind_caller(self) -> None:
-        """Bind the calling thread, from now on the pool's caller, to its CPUs."""
+        """Bind the calling thread, from now on the pool's caller, to its CPUs: unbound, it may be scheduled onto a
+        worker's."""
         if self.caller_cpus:
-            self.pool.bind_caller(self.caller_cpus)
+            os.sched_setaffinity(0, self.caller_cpus)
 
     def note_unbound(self) -> None:
         """Add a decision if some weights are not on their planned memory node."""

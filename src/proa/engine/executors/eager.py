@@ -221,7 +221,7 @@ class EagerExecutor:
         return step.kept
 
     def _room(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.spec.hidden, dtype=self._model.norm.weight.dtype)
+        return torch.empty(rows, self.spec.hidden, dtype=self._model.norm.norm.weight.dtype)
 
     def counters(self) -> Counters:
         return self._session.counters()

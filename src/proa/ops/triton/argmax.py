@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
-from proa.ops.sizes import argmax_keys
+from proa.ops.sizes import argmax_keys, parts_of
 from proa.ops.triton.variant import Variant
+from proa.ops.triton.weights import NOTHING, keys_of, token_of
 
 NOT_FINITE: tl.constexpr = tl.constexpr(2**63 - 1)  # larger than any logit's key
-NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -27,10 +27,7 @@ def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr):
     inside = token < vocab
     logit = tl.load(logits + row * row_stride + token, inside, 0.0)
     logit = tl.where(logit == 0.0, 0.0, logit)  # -0.0 counts as 0.0
-    bits = logit.to(tl.int32, bitcast=True)
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-    key = tl.where(tl.abs(logit) < float("inf"), key, NOT_FINITE)
+    key = tl.where(tl.abs(logit) < float("inf"), keys_of(logit, token), NOT_FINITE)
     tl.store(keys + row * parts + part, tl.max(tl.where(inside, key, NOTHING), 0))
 
 
@@ -39,8 +36,7 @@ def _best_of_row(keys, out, parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     key = tl.max(tl.load(keys + row * parts + part, part < parts, NOTHING), 0)
-    token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-    tl.store(out + row, tl.where(key == NOT_FINITE, -1, token).to(tl.int32))
+    tl.store(out + row, tl.where(key == NOT_FINITE, -1, token_of(key)))
 
 
 def argmax(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
@@ -57,7 +53,7 @@ def argmax(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
         raise ValueError(f"out must be int32 [{rows}], contiguous, not {out.dtype} {tuple(out.shape)}")
     if not rows:
         return
-    parts = triton.cdiv(vocab, COLUMNS)
+    parts = parts_of(vocab)
     _best_of_part[(rows, parts)](logits, workspace, vocab, logits.stride(0), parts, BLOCK=COLUMNS)
     _best_of_row[(rows,)](workspace, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
 

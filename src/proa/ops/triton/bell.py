@@ -198,13 +198,8 @@ def _pull(
 def push(
     x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: BellBlock, state: Tensor
 ) -> None:
-    """Hand `layer`'s pairs that the CPU computes, and the rows that have one, to the CPU and ring; with no such pair,
-    do nothing. In a DECODE_JOB, rows without such a pair are handed over too; see awaited of ops/bell_block.py.
-
-    x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: the CPU
-    computes a pair with id >= 0 and address 0. state int32 [STATE_WORDS + most tokens], initially zeros. Raises
-    ValueError for other shapes and dtypes.
-    """
+    """See Push of ops/device_table.py. In a DECODE_JOB, rows without a pair of the CPU are handed over too: see awaited
+    of ops/bell_block.py."""
     tokens, top_k = ids.shape
     check_push(x, ids, weights, up_address, block)
     shape = _push_shape(tokens, x.shape[1], top_k)
@@ -217,9 +212,7 @@ def push(
 
 
 def pull(out: Tensor, block: BellBlock, state: Tensor) -> None:
-    """Wait for the answer to the last push, if it rang, and copy it to out float32 [T, hidden]; rows without a pair on
-    the CPU become zeros. After a failure on the CPU it returns at once, and out is arbitrary.
-    """
+    """See Pull of ops/device_table.py. After a failure on the CPU it returns at once."""
     check_pull(out, block)
     polled = out.numel() <= MOST_POLLED_VALUES
     if not polled:

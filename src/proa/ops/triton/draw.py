@@ -209,10 +209,7 @@ def _pick_whole(
 
 
 def draw(logits: Tensor, jobs: DrawJobs, cuts: bool, space: DrawSpace, tokens: Tensor) -> None:
-    """Sample each job's row: replace tokens[row] by the sampled token, or by TOO_MANY; negative tokens stay.
-
-    logits float32 [R, vocab], rows may be strided; tokens int32 [R]; cuts: True if any job's kind is CUT.
-    """
+    """See Draw of ops/device_table.py."""
     number = len(jobs.rows)
     masks = jobs.masks or space.no_masks(number)
     weigh(logits, jobs.rows, jobs.kinds, jobs.inverses, space, masks)

@@ -207,7 +207,7 @@ class ExpertSum:
         if x.shape[1] <= MOST_COLUMNS:
             self._combine(Into(x, x, norm, normed))
         else:
-            add_rms_norm(x, self.total(), norm.weight, norm.eps, normed, norm.offset)
+            add_rms_norm(x, self.total(), norm, normed)
         return x, normed
 
     def _combine(self, into: Into) -> None:

@@ -10,17 +10,9 @@ from torch import Tensor
 
 from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
-from proa.ops.triton.experts_few import down, gate_up
-from proa.ops.triton.experts_fp8 import Fp8Space, down_fp8, fp8_space, gate_up_fp8, pays
-from proa.ops.triton.experts_grouped import (
-    Groups,
-    block_tokens,
-    coded,
-    down_grouped,
-    gate_up_grouped,
-    group,
-    groups,
-)
+from proa.ops.triton.experts_few import multiply_pairs
+from proa.ops.triton.experts_fp8 import Fp8Space, fp8_space, multiply_fp8, pays
+from proa.ops.triton.experts_grouped import Groups, block_tokens, coded, group, groups, multiply_blocks
 from proa.ops.triton.fp8_rows import round_rows
 
 FEW_PAIRS = 64  # up to this many, hardly any two pairs share an expert
@@ -65,8 +57,8 @@ def experts(
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, at.up, of, space.h, up_bias, in_pieces=in_pieces)
-        down(space.h, at.down, of, space.partial, down_bias, in_pieces=in_pieces)
+        multiply_pairs(x, at.up, of, space.h, up_bias, up=True, in_pieces=in_pieces)
+        multiply_pairs(space.h, at.down, of, space.partial, down_bias, up=False, in_pieces=in_pieces)
         return
     by, total = space.groups, len(space.groups.counts)
     rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)
@@ -74,17 +66,17 @@ def experts(
     size = block_tokens(pairs, total, coded(of) and exact)
     group(at.ids, total, size, by)
     if rounded.x is None:
-        gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
+        multiply_blocks(x, at.up, by, size, of, space.h, up_bias, up=True)
     else:
         rows = rounded.x.first(len(x))
         round_rows(x, rows)
-        gate_up_fp8(rows, at.up, by, size, of, space.h, up_bias)
+        multiply_fp8(rows, at.up, by, size, of, space.h, up_bias, up=True)
     if rounded.h is None:
-        down_grouped(space.h, at.down, by, size, of, space.partial, down_bias)
+        multiply_blocks(space.h, at.down, by, size, of, space.partial, down_bias, up=False)
     else:
         rows = rounded.h.first(pairs)
         round_rows(space.h[:pairs, : of.width], rows)
-        down_fp8(rows, at.down, by, size, of, space.partial, down_bias)
+        multiply_fp8(rows, at.down, by, size, of, space.partial, down_bias, up=False)
 
 
 def _of_pairs(biases: Biases, ids: Tensor, of: ExpertShape) -> tuple[PairBias, PairBias]:

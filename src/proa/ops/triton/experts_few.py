@@ -94,36 +94,29 @@ def _pair(
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
-def gate_up(
-    x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: PairBias | None = None, *, in_pieces: bool = False
-) -> None:
-    """h [T * k, width] = activation(gate x, up x) for pairs whose address is not 0; other rows are not written.
-
-    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16; contiguous columns.
-    """
-    pairs, share = up_address.numel(), up_address.shape[1]
-    tile = _tile(of.up, "up of few" if pairs <= _FEW else "up")
-    grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
-    _pair[grid](
-        x, up_address, *of_pairs(bias), h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share,
-        ACTIVATION=int(of.activation), LIMIT=of.limit, IN_PIECES=in_pieces,
-        **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
-    )  # fmt: skip
-
-
-def down(
-    h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor, bias: PairBias | None = None, *,
+def multiply_pairs(
+    x: Tensor, address: Tensor, of: ExpertShape, out: Tensor, bias: PairBias | None = None, *, up: bool,
     in_pieces: bool = False,
 ) -> None:  # fmt: skip
-    """partial float32 [T * k, hidden] = down h for pairs whose address is not 0; other rows are not written."""
-    pairs = down_address.numel()
-    tile = _tile(of.down, "down")
-    grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
-    _pair[grid](
-        h, down_address, *of_pairs(bias), partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
-        ACTIVATION=None, LIMIT=0.0, IN_PIECES=in_pieces,
-        **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
+    """Multiply with one matrix of each pair's expert; pairs of address 0 are skipped, and their rows not written.
+
+    up: out bfloat16 [T * k, width] = activation(gate x, up x) of x bfloat16 [T, hidden]. Else: out float32
+    [T * k, hidden] = down x of x bfloat16 [T * k, width]. address int64 [T, k]; contiguous columns.
+    """
+    packed, columns = of.matrix(up)
+    pairs = address.numel()
+    tile = _tile(packed, "down" if not up else "up of few" if pairs <= _FEW else "up")
+    _pair[(pairs, triton.cdiv(packed.panels, tile.panels))](
+        x, address, *of_pairs(bias), out, x.stride(0), out.stride(0), **matrix_constants(of, up, address.shape[1]),
+        IN_PIECES=in_pieces, **_constants(packed, columns, tile, x), num_warps=tile.warps,
     )  # fmt: skip
+
+
+def matrix_constants(of: ExpertShape, up: bool, top_k: int) -> dict[str, object]:
+    """Constants of a kernel that multiplies with one matrix of the experts: see `_pair`."""
+    if up:
+        return {"WIDTH": of.width, "SHARE": top_k, "ACTIVATION": int(of.activation), "LIMIT": of.limit}
+    return {"WIDTH": of.hidden, "SHARE": 1, "ACTIVATION": None, "LIMIT": 0.0}
 
 
 def of_pairs(bias: PairBias | None) -> tuple[Tensor | None, Tensor | None]:
@@ -155,16 +148,10 @@ def variants() -> Iterator[Variant]:
     every = [*((*case, False, False) for case in cases), *((*case, True, False) for case in biased)]
     for of, name, bias, cut in [*every, *((*case, False, True) for case in in_pieces)]:
         up = name != "down"
-        which = {
-            "WIDTH": of.width if up else of.hidden,
-            "SHARE": 8 if up else 1,
-            "ACTIVATION": int(of.activation) if up else None,
-            "LIMIT": of.limit if up else 0.0,
-            "IN_PIECES": cut,
-        }
+        which = matrix_constants(of, up, 8) | {"IN_PIECES": cut}
         which |= {} if bias else {"ids": None, "bias": None}
         out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
-        packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
+        packed, columns = of.matrix(up)
         tile = _tile(packed, name)
         of_tile = _constants(packed, columns, tile)
         yield Variant(_pair, types | out, which | of_tile, warps=tile.warps, aligned=aligned)

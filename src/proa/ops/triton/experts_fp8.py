@@ -16,7 +16,7 @@ from proa.native.formats import E4M3_FORMS, Form, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.sizes import E4M3_CAPABILITY, most_blocks
-from proa.ops.triton.experts_few import of_pairs
+from proa.ops.triton.experts_few import matrix_constants, of_pairs
 from proa.ops.triton.experts_grouped import Groups, block_tokens
 from proa.ops.triton.fp8_rows import Fp8Rows, fp8_rows, suits
 from proa.ops.triton.panels import ROWS, activated, bias_at
@@ -24,6 +24,7 @@ from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up,
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (32, 128)  # block sizes for which `pays` may be true
+_PANELS, _STAGES = 8, 3  # panels per program, and stages: shared memory stays below sm_120's 99 KiB
 
 
 @dataclass(frozen=True)
@@ -88,49 +89,26 @@ def _block(
     tl.store(out + pair[:, None] * out_row + at[None, :], tl.trans(y.to(out.dtype.element_ty)), inside)
 
 
-def gate_up_fp8(
-    x: Fp8Rows, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
-    bias: PairBias | None = None,
+def multiply_fp8(
+    x: Fp8Rows, address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, out: Tensor,
+    bias: PairBias | None = None, *, up: bool,
 ) -> None:  # fmt: skip
-    """experts_grouped.gate_up_grouped with rounded rows, made for `of.up`."""
-    tile = _tile(block_tokens)
-    grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
+    """experts_grouped.multiply_blocks with rounded rows, made for the layout of that matrix."""
+    packed, _ = of.matrix(up)
+    grid = (most_blocks(address.numel(), len(by.counts), block_tokens), triton.cdiv(packed.panels, _PANELS))
     _block[grid](
-        x.codes, x.scales, up_address, *of_pairs(bias), by.order, by.blocks, h, x.codes.stride(0), x.scales.stride(0),
-        h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1], ACTIVATION=int(of.activation), LIMIT=of.limit,
-        BLOCK=block_tokens, **_constants(of.up, tile), num_warps=tile.warps,
+        x.codes, x.scales, address, *of_pairs(bias), by.order, by.blocks, out, x.codes.stride(0), x.scales.stride(0),
+        out.stride(0), BLOCK=block_tokens, **matrix_constants(of, up, address.shape[1]), **_constants(packed),
+        num_warps=_warps(block_tokens),
     )  # fmt: skip
 
 
-def down_fp8(
-    h: Fp8Rows, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
-    bias: PairBias | None = None,
-) -> None:  # fmt: skip
-    """experts_grouped.down_grouped with rounded rows, made for `of.down`."""
-    tile = _tile(block_tokens)
-    grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
-    _block[grid](
-        h.codes, h.scales, down_address, *of_pairs(bias), by.order, by.blocks, partial, h.codes.stride(0),
-        h.scales.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None, LIMIT=0.0,
-        BLOCK=block_tokens, **_constants(of.down, tile), num_warps=tile.warps,
-    )  # fmt: skip
+def _warps(block_tokens: int) -> int:
+    return 8 if block_tokens == 128 else 4
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Panels per program, stages, warps. Shared memory stays below sm_120's 99 KiB."""
-
-    panels: int
-    stages: int
-    warps: int
-
-
-def _tile(block_tokens: int) -> _Tile:
-    return _Tile(8, 3, 8 if block_tokens == 128 else 4)
-
-
-def _constants(of: Layout, tile: _Tile) -> dict[str, object]:
-    return fp8_constants(of) | {"PANELS": tile.panels, "STAGES": tile.stages}
+def _constants(of: Layout) -> dict[str, object]:
+    return fp8_constants(of) | {"PANELS": _PANELS, "STAGES": _STAGES}
 
 
 def variants() -> Iterator[Variant]:
@@ -141,14 +119,7 @@ def variants() -> Iterator[Variant]:
     for form, size, biased in [*cases, (E4M3_FORMS[0], 32, True)]:
         of = ExpertShape(2048, 768, form, form, Activation.SILU)
         for up in (True, False):
-            tile = _tile(size)
-            made = _constants(of.up if up else of.down, tile) | {
-                "WIDTH": of.width if up else of.hidden,
-                "SHARE": 8 if up else 1,
-                "ACTIVATION": int(of.activation) if up else None,
-                "LIMIT": 0.0,
-                "BLOCK": size,
-            }
+            made = _constants(of.matrix(up)[0]) | matrix_constants(of, up, 8) | {"BLOCK": size}
             made |= {} if biased else {"ids": None, "bias": None}
             given = types | {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if biased else {})
-            yield Variant(_block, given, made, warps=tile.warps, aligned=aligned, least=E4M3_CAPABILITY)
+            yield Variant(_block, given, made, warps=_warps(size), aligned=aligned, least=E4M3_CAPABILITY)

@@ -19,7 +19,7 @@ from proa.native.formats import BF16_FORM, Form, Format, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.sizes import BLOCK_TOKENS, most_blocks, order_entries
-from proa.ops.triton.experts_few import of_pairs
+from proa.ops.triton.experts_few import matrix_constants, of_pairs
 from proa.ops.triton.formats import examples
 from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
@@ -167,31 +167,17 @@ def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
     )  # fmt: skip
 
 
-def gate_up_grouped(
-    x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
-    bias: PairBias | None = None,
+def multiply_blocks(
+    x: Tensor, address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, out: Tensor,
+    bias: PairBias | None = None, *, up: bool,
 ) -> None:  # fmt: skip
-    """experts_few.gate_up for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(of.up, block_tokens)
-    grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
+    """experts_few.multiply_pairs for pairs grouped into blocks of `block_tokens`."""
+    packed, _ = of.matrix(up)
+    tile = _tile(packed, block_tokens)
+    grid = (most_blocks(address.numel(), len(by.counts), block_tokens), triton.cdiv(packed.panels, tile.panels))
     _block[grid](
-        x, up_address, *of_pairs(bias), by.order, by.blocks, h, x.stride(0), h.stride(0),
-        WIDTH=of.width, SHARE=up_address.shape[1], ACTIVATION=int(of.activation), LIMIT=of.limit, BLOCK=block_tokens,
-        **_constants(of, True, tile), num_warps=tile.warps,
-    )  # fmt: skip
-
-
-def down_grouped(
-    h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
-    bias: PairBias | None = None,
-) -> None:  # fmt: skip
-    """experts_few.down for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(of.down, block_tokens)
-    grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
-    _block[grid](
-        h, down_address, *of_pairs(bias), by.order, by.blocks, partial, h.stride(0),
-        partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None, LIMIT=0.0, BLOCK=block_tokens,
-        **_constants(of, False, tile), num_warps=tile.warps,
+        x, address, *of_pairs(bias), by.order, by.blocks, out, x.stride(0), out.stride(0), BLOCK=block_tokens,
+        **matrix_constants(of, up, address.shape[1]), **_constants(of, up, tile), num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -234,7 +220,7 @@ def _tile(of: Layout, block_tokens: int) -> _Tile:
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
-    packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
+    packed, columns = of.matrix(up)
     blocks = {"PANELS": tile.panels, "LINES": columns_of(packed, tile.lines), "STAGES": tile.stages}
     return constants(packed, columns) | blocks | {"FIRST": tile.first, "CODED": tile.coded}
 
@@ -260,14 +246,8 @@ def variants() -> Iterator[Variant]:
     plain = replace(gpt_oss, up_form=BF16_FORM, down_form=BF16_FORM)
     biased = [(of, up, size) for of in (gpt_oss, plain) for size in (16, 128) for up in (True, False)]
     for of, up, size, bias in [*((*case, False) for case in cases), *((*case, True) for case in biased)]:
-        which = {
-            "WIDTH": of.width if up else of.hidden,
-            "SHARE": 8 if up else 1,
-            "ACTIVATION": int(of.activation) if up else None,
-            "LIMIT": of.limit if up else 0.0,
-            "BLOCK": size,
-        }
+        which = matrix_constants(of, up, 8) | {"BLOCK": size}
         which |= {} if bias else {"ids": None, "bias": None}
         out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
-        tile = _tile(of.up if up else of.down, size)
+        tile = _tile(of.matrix(up)[0], size)
         yield Variant(_block, types | out, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)

@@ -85,7 +85,7 @@ def _rotate_store(
 
 
 def rotate_store(
-    q: Tensor, kv: Tensor, norms: QkNorm | None, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor
+    q: Tensor, kv: Tensor, norms: QkNorm | None, rotation: Angles, cache: KvPages, slots: Tensor, out: Tensor
 ) -> None:
     """Normalise and rotate q into out, which may be q; normalise and rotate k, and store it and v in the cache.
 
@@ -95,40 +95,21 @@ def rotate_store(
     """
     rows, heads, dim = q.shape
     page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
-    half = 0 if rotation is None else rotation.cos.shape[1]
     _check(q, kv, rotation, cache, slots, out)
     if not rows:
         return
     block = 1 if rows <= FEW_ROWS else 8
+    weights, eps, offset = ((None, None), 0.0, 0.0) if norms is None else ((norms.q, norms.k), norms.eps, norms.offset)
     _rotate_store[(triton.cdiv(rows, block), heads + 2 * kv_heads)](
-        q,
-        kv,
-        out,
-        None if norms is None else norms.q,
-        None if norms is None else norms.k,
-        None if rotation is None else rotation.cos,
-        None if rotation is None else rotation.sin,
-        *elements(cache),
-        slots,
-        rows,
-        heads,
-        kv_heads,
-        0.0 if norms is None else norms.eps,
-        0.0 if norms is None else norms.offset,
-        1 / cache.key_scale,
-        1 / cache.value_scale,
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
-        out.stride(0),
-        *cache.keys.stride()[:3],
-        PAGE_TOKENS=page_tokens,
-        **_constants(dim, half, rotation is not None and rotation.interleaved, norms is not None, block),
+        q, kv, out, *weights, rotation.cos, rotation.sin, *elements(cache), slots, rows, heads, kv_heads, eps, offset,
+        1 / cache.key_scale, 1 / cache.value_scale, q.stride(0), q.stride(1), kv.stride(0), out.stride(0),
+        *cache.keys.stride()[:3], PAGE_TOKENS=page_tokens,
+        **_constants(dim, rotation.cos.shape[1], rotation.interleaved, norms is not None, block),
         num_warps=warps_for(block),
-    )
+    )  # fmt: skip
 
 
-def _check(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor) -> None:
+def _check(q: Tensor, kv: Tensor, rotation: Angles, cache: KvPages, slots: Tensor, out: Tensor) -> None:
     rows, _, dim = q.shape
     kv_heads = cache.keys.shape[2]
     if kv.shape != (rows, 2 * kv_heads, dim) or kv.stride()[1:] != (dim, 1) or cache.keys.shape[3] != dim:
@@ -141,8 +122,6 @@ def _check(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots
         raise ValueError(f"strides of keys and values must agree: {cache.keys.stride()} and {cache.values.stride()}")
     if slots.shape != (rows,) or not slots.is_contiguous():
         raise ValueError(f"slots must be int64 [{rows}], not {tuple(slots.shape)}")
-    if rotation is None:
-        return
     angles = rotation.cos
     if angles.shape != rotation.sin.shape or len(angles) != rows or 2 * angles.shape[1] > dim:
         raise ValueError(f"cos {tuple(angles.shape)}, sin {tuple(rotation.sin.shape)} do not fit {rows} rows of {dim}")
@@ -177,7 +156,7 @@ def _constants(dim: int, half: int, interleaved: bool, norm: bool, rows: int) ->
         "HALF": half,
         "INTERLEAVED": interleaved,
         "NORM": norm,
-        "PAIRS": triton.next_power_of_2(half) if half else 0,
+        "PAIRS": triton.next_power_of_2(half),
         "REST": triton.next_power_of_2(rest) if rest else 0,
         "ROWS": rows,
     }
@@ -188,7 +167,8 @@ def warps_for(rows: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    tensors = dict.fromkeys(("q", "kv", "out", "keys", "values"), "*bf16") | {"slots": "*i64"}
+    tensors = dict.fromkeys(("q", "kv", "out", "keys", "values"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+    tensors |= {"slots": "*i64"}
     strides = ("q_row", "q_head", "kv_row", "out_row", "page_stride", "token_stride", "head_stride")
     types = tensors | dict.fromkeys(("rows", "heads", "kv_heads", *strides), "i32")
     types |= dict.fromkeys(("eps", "offset", "key_inverse", "value_inverse"), "fp32")
@@ -197,14 +177,11 @@ def variants() -> Iterator[Variant]:
         (128, 64, False, True, 1, "*bf16"),
         (256, 32, False, True, 8, "*u8"),
         (80, 40, True, False, 8, "*u8"),
-        (128, 0, False, False, 1, "*bf16"),
     ):
         types |= {"keys": kv, "values": kv}
         constants: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(dim, half, interleaved, norm, rows)}
-        optional = dict.fromkeys(("cos", "sin"), "*fp32" if half else None)
-        optional |= dict.fromkeys(("q_norm", "k_norm"), "*bf16" if norm else None)
-        given = {name: kind for name, kind in optional.items() if kind is not None}
-        absent = {name: None for name, kind in optional.items() if kind is None}
-        yield Variant(_rotate_store, types | given, constants | absent, warps=warps_for(rows), aligned=aligned)
+        weights = dict.fromkeys(("q_norm", "k_norm"), "*bf16") if norm else {}
+        absent = {} if norm else dict.fromkeys(("q_norm", "k_norm"))
+        yield Variant(_rotate_store, types | weights, constants | absent, warps=warps_for(rows), aligned=aligned)
     of_gate = dict.fromkeys(("x", "gate"), "*bf16") | dict.fromkeys(("x_row", "gate_row", "gate_head"), "i32")
     yield Variant(_gate, of_gate, {"DIM": 256, "WIDE": 256}, warps=1, aligned=tuple(of_gate))

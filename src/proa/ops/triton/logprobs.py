@@ -68,13 +68,7 @@ def row_logprobs(
     logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: DrawSpace, workspace: Tensor,
     ids: Tensor, logprobs: Tensor,
 ) -> None:  # fmt: skip
-    """Natural logprobs of J rows: of tokens[row], then of the top `count` tokens, the lowest id first among equals.
-
-    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R]: the results of a row with a
-    negative token are arbitrary; ones: constant inputs of `weigh`: kinds, all WHOLE, int32 [J], and inverses, all 1,
-    float64 [J]; workspace int64 [logprobs_keys(J, vocab, count)] or more; ids int32 [J, count] and logprobs float32
-    [J, count + 1], contiguous, count up to the vocabulary.
-    """
+    """See RowLogprobs of ops/device_table.py. ids and logprobs must be contiguous, count at most the vocabulary."""
     number, count = ids.shape
     if count > space.vocab or logprobs.shape != (number, count + 1) or len(rows) != number:
         raise ValueError(f"{len(rows)} rows, ids {tuple(ids.shape)} and logprobs {tuple(logprobs.shape)} do not fit")

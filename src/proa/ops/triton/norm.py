@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.table import Norm
 from proa.ops.triton.variant import Variant
 
 MOST_COLUMNS = 16384
@@ -34,26 +35,26 @@ def _norm(
     tl.store(out + row * out_row + group * out_group + column, (normed * scale).to(out.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> None:
+def rms_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
     """out = x / rms(x) * (offset + weight), in float32, over the last dimension of bfloat16 x [T, N] or [T, groups, N].
 
-    weight bfloat16 [N]; out like x. Rows and groups may be strided, columns not; N up to 16384.
+    norm.weight bfloat16 [N]; out like x. Rows and groups may be strided, columns not; N up to 16384.
     """
-    _check(x, weight, out)
+    _check(x, norm.weight, out)
     groups = x.shape[1] if x.dim() == 3 else 1
     x_group, out_group = (x.stride(1), out.stride(1)) if x.dim() == 3 else (0, 0)
-    _launch((len(x), groups), x, None, weight, out, (x_group, out_group), eps, offset)
+    _launch((len(x), groups), x, None, norm, out, (x_group, out_group))
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> None:
+def add_rms_norm(x: Tensor, y: Tensor, norm: Norm, out: Tensor) -> None:
     """x += y in place, rounded to bfloat16, then out = rms_norm(x).
 
-    x, out bfloat16 [T, N]; y bfloat16 or float32 [T, N]; weight bfloat16 [N].
+    x, out bfloat16 [T, N]; y bfloat16 or float32 [T, N]; norm.weight bfloat16 [N].
     """
-    _check(x, weight, out)
+    _check(x, norm.weight, out)
     if x.dim() != 2 or y.shape != x.shape or y.stride(-1) != 1:
         raise ValueError(f"x and y must be [T, N] of one shape, not {tuple(x.shape)} and {tuple(y.shape)}")
-    _launch((len(x), 1), x, y, weight, out, (0, 0), eps, offset)
+    _launch((len(x), 1), x, y, norm, out, (0, 0))
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -66,14 +67,7 @@ def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _launch(
-    grid: tuple[int, int],
-    x: Tensor,
-    y: Tensor | None,
-    weight: Tensor,
-    out: Tensor,
-    group_strides: tuple[int, int],
-    eps: float,
-    offset: float,
+    grid: tuple[int, int], x: Tensor, y: Tensor | None, norm: Norm, out: Tensor, group_strides: tuple[int, int]
 ) -> None:
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
@@ -81,7 +75,7 @@ def _launch(
     strides = (x.stride(0), group_strides[0], y_row, out.stride(0), group_strides[1])
     if grid[0]:
         _norm[grid](
-            x, y, weight, out, *strides, width, eps, offset, BLOCK=block, ADD=y is not None, 
+            x, y, norm.weight, out, *strides, width, norm.eps, norm.offset, BLOCK=block, ADD=y is not None, 
             num_warps=_warps(block),
         )  # fmt: skip
 

@@ -189,11 +189,7 @@ def weigh(
 
 
 def edit(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
-    """Edit single logits, and save their old values for `restore`.
-
-    edits int32 [N, EDIT_WORDS], every (row, token) once: positive logits are divided by `repetition`, others multiplied
-    by it; then `less` is subtracted and `plus` added. Tokens beyond the vocabulary are skipped. saved float32 [N].
-    """
+    """See Edit of ops/device_table.py."""
     if edits.shape[1:] != (EDIT_WORDS,) or edits.dtype is not torch.int32 or not edits.is_contiguous():
         raise ValueError(f"edits must be int32 [N, {EDIT_WORDS}], contiguous, not {edits.dtype} {tuple(edits.shape)}")
     if len(saved) < len(edits):
