@@ -15,6 +15,8 @@ from proa.types import Decision
 BUFFERS = 3  # of an entry each, in RAM: of the threads that write and read (engine/executors/page_tiers.py)
 HEADER_BYTES = 4096  # more than the header of a file
 
+NO_COPIES = "there are no copies of states, so the prefix cache is off"
+
 _ROW = "prefix cache files"
 
 
@@ -62,7 +64,7 @@ def without_copies(asked: FilesAsked, copies: int, need: Demand) -> FilesAsked:
     """No files if the plan has no copy of states that prompts could continue from."""
     if asked.files is None or copies or not need.copy_bytes:
         return asked
-    return _none(format_bytes(asked.files.limit_bytes), "there are no copies of states, so the prefix cache is off")
+    return _none(format_bytes(asked.files.limit_bytes), NO_COPIES)
 
 
 def _none(word: str, why: str) -> FilesAsked:
