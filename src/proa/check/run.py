@@ -115,7 +115,7 @@ def check(
     """Check a model. most_bytes: of the sampled layers. limit_s: without the time in which the model is fetched and
     opened. Raises ProaError if it cannot be opened or read, a WeightsError that names the tensor if a file is
     damaged."""
-    opened = _opened(model, asked, show)
+    opened = open_model(locate(model, asked.model.revision, show), asked.model.load_format, asked.model)
     begin = time.perf_counter()
     chosen = sample(opened, seed, most_bytes)
     report = Report(model, chosen.layers, chosen.of, seed, limit_s=limit_s)
@@ -158,11 +158,6 @@ def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
     machine = replace(asked.machine, cpu_binding="none")
     gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
-
-
-def _opened(model: str, asked: EngineOptions, show: Show) -> Opened:
-    path = locate(model, asked.model.revision, show)
-    return open_model(path, asked.model.load_format, asked.model)
 
 
 def _unmeasured(asked: MachineOptions, machine: Machine) -> RamRate:

@@ -135,6 +135,16 @@ def residency_bytes(layers: int, experts: int) -> int:
     return layers * 4 * (table_words(experts) + experts)
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes, padded to EXPERT_ALIGNMENT_BYTES."""
+    return -(-nbytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
+
+
+def bank_bytes(ring_bytes: int) -> int:
+    """Bytes of a bank of a ring of this size."""
+    return ring_bytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
+
+
 def ring_groups(experts: int, expert_bytes: int, bank_bytes: int) -> int:
     """Number of groups in which so many experts are in a bank of the ring one after the other; 1 for none. A bank holds
     at least one."""

@@ -58,7 +58,7 @@ class Short:
 
 
 def fit(case: Case) -> Fitted:
-    """Do reach() for a model in RAM. Raises UsageError as it does, ResourceError if memory does not suffice."""
+    """Fit a model in RAM, as `reach` does. Raises UsageError as it does, ResourceError if memory does not suffice."""
     got = reach(case)
     if isinstance(got, Short):
         raise _refusal(case, got)

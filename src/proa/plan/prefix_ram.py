@@ -1,4 +1,4 @@
-"""How much RAM keeps the prefix cache behind that in VRAM (--prefix-cache-ram). Never: allocating it.
+"""Sizes the prefix cache in RAM, which holds pages that left VRAM (--prefix-cache-ram). Never: allocating it.
 
 A size that was asked for is set aside before experts are placed; `auto` takes what the placement leaves.
 """
@@ -68,7 +68,7 @@ def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int, copies:
         return RamTier(msgspec.structs.replace(memory, prefix_cache_bytes=aside), row)
     size = entries(case.need)
     if gpu.simulated:
-        why = "a simulated GPU's KV cache lies in RAM already; with a size it is kept all the same"
+        why = "a simulated GPU's KV cache is in RAM already; --prefix-cache-ram SIZE adds this tier all the same"
         return RamTier(memory, _none(case, why))
     limits = {
         "what is left of RAM": memory.usable_bytes - memory.used_bytes,
@@ -85,9 +85,7 @@ def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int, copies:
 
 def none_on_cpu(case: Case) -> Decision:
     """The row of a plan without a GPU."""
-    why = (
-        "as asked" if case.options.cache.prefix_cache_ram == 0 else "the KV cache lies in RAM already: see --kv-memory"
-    )
+    why = "as asked" if case.options.cache.prefix_cache_ram == 0 else "the KV cache is in RAM already: see --kv-memory"
     return _none(case, why)
 
 
@@ -121,7 +119,7 @@ def _least_bytes(size: Entries) -> int:
 
 
 def _hindrance(case: Case) -> str:
-    """Why no pages are kept, whatever was asked for; empty: nothing hinders."""
+    """The reason why no pages can be kept in RAM, whatever was asked for; empty if they can."""
     if not case.options.cache.prefix_cache:
         return "the prefix cache is off"
     return "" if case.need.page_bytes else "the model has no KV pages"

@@ -241,7 +241,7 @@ def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, b
         raise UsageError(
             f"The native kernels cannot compute {case.model}: {why}.", "Use --dtype float32: plain torch, slower."
         )
-    deferral_rows(case.options.gpus.deferred_experts, case.model, None, case.spec, why_no_gpu)  # refused
+    deferral_rows(case.options.gpus.deferred_experts, case.model, None, case.spec, why_no_gpu)  # raises if asked for
     case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(

@@ -271,11 +271,11 @@ def _place(
     if not layers:
         return static
     if asked in STAYING:
-        return with_row(static, "as asked; experts do not move")
+        return with_row(static, "the placement is static, as asked")
     if not _can_move(layers, static.resident):
         return with_row(static, "no layer has experts both in VRAM and in RAM: none can swap")
     if asked == "auto" and not static.inclusive:
-        why = "RAM keeps no copies, so a swap copies both experts; --expert-placement dynamic does that"
+        why = "RAM keeps no copies, so a swap would copy two experts; --expert-placement dynamic allows that"
         return with_row(static, why)
     spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
     needed_bytes = spare_bytes(layers, spare)

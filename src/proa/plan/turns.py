@@ -1,4 +1,4 @@
-"""The choice whether prefill and decode share steps or take turns, and its rows of the start-up table. Never: the rules
+"""Chooses whether prefill and decode share steps or take turns, with the rows of the start-up table. Never: the rules
 (machine/cost/turns.py), scheduling turns (engine/)."""
 
 from __future__ import annotations
