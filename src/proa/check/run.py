@@ -194,7 +194,7 @@ def _prompt_tokens(spec: Model) -> int:
 
 
 def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts, end_s: float) -> None:
-    """Run a path, and note in the report what came of it. end_s: when it is ended."""
+    """Run a path and add its outcome to the report. end_s: when a path that still runs is ended."""
     with tempfile.TemporaryDirectory(prefix="proa-check-") as folder:
         of = adapt(path, chosen.opened.declared.spec, folder, lambda options: _plan(model, options, chosen))
         if isinstance(of, NoPath):

@@ -228,8 +228,8 @@ def _with_prompt_graphs(
     case: Case, gpu: Gpu, need: Demand, batch_tokens: int, left_bytes: int
 ) -> tuple[Demand, bool]:  # fmt: skip
     """The demand with graphs of short prompts, if there are any. left_bytes: of VRAM beside all experts; 0 if some are
-    in RAM, since prompts are then not computed whole. None with --deterministic: kernels depend on the rows that
-    prompts are padded to."""
+    in RAM, since prompts are then not computed whole. There are none with --deterministic: kernels depend on the rows
+    that prompts are padded to."""
     nbytes = prompt_graphs_bytes(case.spec, batch_tokens)
     if gpu.simulated or case.options.scheduler.deterministic or not 0 < nbytes <= left_bytes:
         return need, False
