@@ -31,7 +31,7 @@ from proa.config.parse import from_keywords
 from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
 from proa.hybrid.model import HybridModel
-from proa.hybrid.streaming import Asked, Streaming
+from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import PROBED_LAYERS
 from proa.plan.prepare import prepare
 from proa.types import EngineRequest, Sampling
@@ -95,14 +95,13 @@ def first_tokens(asked: argparse.Namespace, router: str) -> None:
     """Each way in two blocks, of which the first prompts warm up: rates and heat follow what was last measured. Before
     divisions by routing, an engine without experts in VRAM had no heat: nor has "before"."""
     engine, hybrid, streaming = loaded(asked, router, 0)
-    sums, layers, top_k = notes_unchosen(streaming), len(hybrid.layers), shape_of(asked).top_k
+    sums, layers = notes_unchosen(streaming), len(hybrid.layers)
     for tokens in asked.tokens:
         took: dict[str, list[float]] = {"routed": [], "before": [], "auto": []}
         copied, routed, decided_s = dict.fromkeys(took, 0), dict.fromkeys(took, 0), list[float]()
         prompts = iter(random_prompts(shape_of(asked).vocab, 6 * (asked.prompts + WARM_UP), tokens))
         for block, how in enumerate(("routed", "before", "auto", "auto", "before", "routed")):
-            streaming._asked = Asked("routed" if how == "routed" else "auto", top_k)
-            streaming.probed_layers = PROBED_LAYERS if how == "auto" else 0
+            streaming.probed_layers = {"routed": layers + 1, "before": 0, "auto": PROBED_LAYERS}[how]
             for number in range(-WARM_UP, asked.prompts):
                 before, sums[:] = hybrid.counters(), sums if number > 0 else [0, 0]
                 if how == "before":

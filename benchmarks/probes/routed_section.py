@@ -20,10 +20,10 @@ import time
 from statistics import median
 from typing import Any
 
-from routed_prompts import loaded, random_prompts, shape_of, times_of
+from routed_prompts import loaded, random_prompts, times_of
 
 from proa.bench.hybrid_shapes import ModelShape
-from proa.hybrid.streaming import Asked, Streaming
+from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import CpuExpertCost, GpuCost, PrefillRates
 
 MANY = ModelShape(
@@ -89,7 +89,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.tiny, asked.format, asked.gpu, asked.decode, asked.tiny_shape = True, "bf16", "sim:128MiB,pcie=1GB/s", 8, MANY
     engine, hybrid, streaming = loaded(asked, asked.router, 0)
-    streaming._asked = Asked("routed", shape_of(asked).top_k)
+    streaming.probed_layers = len(hybrid.layers) + 1
     watched: Any = Watched(streaming._uploads)
     streaming._uploads = watched
     profile = cProfile.Profile() if asked.profile else None

@@ -64,7 +64,7 @@ def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, mon
         assert all(path.worst.keys() == PHASES | TIERS for path in report.observed)
     else:
         assert path.worst.keys() == PHASES | {FROM_FILES}
-        assert path.left_out == {FROM_RAM: "the KV cache lies in RAM already: see --kv-memory"}
+        assert path.left_out == {FROM_RAM: "the KV cache is in RAM already: see --kv-memory"}
         assert f"not checked: {FROM_RAM}: {', '.join(path.name for path in report.observed)}: the KV" in "\n".join(
             notes(report)
         )

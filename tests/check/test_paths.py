@@ -66,7 +66,7 @@ def test_one_layer_of_each_kind_is_sampled(seed: int, tmp_path: Path) -> None:
     smallest = sample(opened, seed, most_bytes=1)
     assert {spec.blocks[i] for i in smallest.layers} == set(spec.blocks)
     assert {0, 8} <= set(smallest.layers)
-    assert sample(opened, seed, most_bytes=1 << 40).complete
+    assert len(sample(opened, seed, most_bytes=1 << 40).layers) == len(opened.declared.spec.blocks)
     some = sample(opened, seed, most_bytes=500_000)
     assert set(smallest.layers) <= set(some.layers)
     assert some == sample(opened, seed, most_bytes=500_000)

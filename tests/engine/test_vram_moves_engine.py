@@ -182,7 +182,7 @@ def test_where_pages_cannot_be_lent(tmp_path: Path) -> None:
     model = make_tiny("qwen3-moe", tmp_path / "moe", max_position_embeddings=CONTEXT)
     for options, why in (
         ({"deterministic": True}, "deterministic"),
-        ({"expert_placement": "uniform"}, "experts do not move"),
+        ({"expert_placement": "uniform"}, "placement is static"),
         ({"gpu_experts": "all"}, "none can swap"),
     ):
         with pytest.raises(UsageError, match=why):

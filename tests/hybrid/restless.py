@@ -133,7 +133,7 @@ def check_places(hybrid: HybridModel, inclusive: bool, fewest: int | None = None
         memory, residency = layer.memory, moves.tables.residency[i]
         up, cpu = residency.up.cpu(), residency.cpu.cpu()
         assert ((up != 0) ^ (cpu >= 0)).all()
-        assert (up != 0).sum() >= (len(memory.slots.resident) if fewest is None else fewest)
+        assert (up != 0).sum() >= (len(memory.slots.slot_of) if fewest is None else fewest)
         assert len(set(up[up != 0].tolist())) == (up != 0).sum()
         numbers = cpu[cpu >= 0].tolist()
         assert len(set(numbers)) == len(numbers)

@@ -51,8 +51,8 @@ def test_shares_of_64_misses() -> None:
 
 
 def test_half_of_the_misses_whatever_the_rates() -> None:
-    fetch = CoFetch(None, 5)
-    assert fetch.shares == (0, 1, 1, 2, 2, 3)
+    fetch = CoFetch(None)
+    assert fetch.shares[:6] == (0, 1, 1, 2, 2, 3)
     assert fetch.update(counters(20, 80, 2 * LEAST_BYTES, 1.0)) is None
 
 
@@ -61,20 +61,24 @@ def counters(jobs: int, pairs: int, nbytes: float, moe_s: float) -> Counters:
 
 
 def test_no_co_fetch_before_the_cpu_is_measured() -> None:
-    fetch = CoFetch(RATES, 8)
+    fetch = CoFetch(RATES)
     assert not any(fetch.shares)
     assert fetch.update(counters(10, 40, LEAST_BYTES - 1, 0.001)) is None
-    assert fetch.update(counters(20, 80, LEAST_BYTES + 50 * GB, 1.001)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    shares = fetch.update(counters(20, 80, LEAST_BYTES + 50 * GB, 1.001))
+    assert shares is not None
+    assert shares[:9] == (0, 0, 1, 1, 2, 2, 3, 3, 4)
     assert fetch.update(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "the same rate"
     assert fetch.update(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "no job since"
-    assert fetch.shares == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    assert fetch.shares[:9] == (0, 0, 1, 1, 2, 2, 3, 3, 4)
 
 
 def test_jobs_of_prompts_do_not_count() -> None:
     """Jobs of prompts, here 100 pairs each, are bound by arithmetic and do not update the CPU's rate."""
-    fetch = CoFetch(RATES, 8)
+    fetch = CoFetch(RATES)
     assert fetch.update(counters(10, 1000, 5 * GB, 10)) is None
-    assert fetch.update(counters(20, 1080, 30 * GB, 10.5)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    shares = fetch.update(counters(20, 1080, 30 * GB, 10.5))
+    assert shares is not None
+    assert shares[:9] == (0, 0, 1, 1, 2, 2, 3, 3, 4)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCa
     again, there = load(folder, expert_counts=str(file), expert_placement="frequency", co_fetch="off")
     assert there.moves is None
     assert there.counting is None, "no option asks for counts"
-    resident = [set(layer.memory.slots.resident) for layer in there.layers]
+    resident = [set(layer.memory.slots.slot_of) for layer in there.layers]
     for ids, of in zip(resident, counts, strict=True):
         assert ids == set(sorted(range(len(of)), key=lambda e: -of[e])[:3])
     assert pairs_of(again, there) < pairs_of(*load(folder, expert_placement="uniform", co_fetch="off"))

@@ -19,7 +19,8 @@ from teacher_forced import prompts
 
 WHOLE = 1 << 22  # bytes of a ring whose banks hold a layer's experts
 EQUAL_SIDES = PrefillRates(1e9, CpuExpertCost(1e-5, 1e-7))
-PASSES = [("routed", 192, False), ("auto", 48, False), ("stream", 192, False), ("auto", 48, True)]
+ALL_LAYERS = 1 << 10  # probed: a pass that may be divided by its routing is, to its end
+PASSES = [("auto", 192, False), ("auto", 48, False), ("stream", 192, False), ("auto", 48, True)]
 NO_COPIES = Division(0, 0.0, 1.0)
 FAST_LINK, FAST_CPU = PrefillRates(1e12, CpuExpertCost(1.0, 1.0)), PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))
 
@@ -46,8 +47,9 @@ def test_logits_are_those_of_the_cpu(family: str, every: bool, device: str, load
     batch = StepBatch(spans(prompts([70, 9, 50])))
     want = passed(load(family, Split(0.25), device, rows=192, every=every), batch)
     keep: list[Kept] = []
-    split = Split(0.25, prefill="routed", ring_bytes=WHOLE)
+    split = Split(0.25, prefill="auto", ring_bytes=WHOLE)
     executor = load(family, split, device, rows=192, keep=keep, every=every)
+    streaming_of(keep).probed_layers = ALL_LAYERS
     for rates in (FAST_LINK, FAST_CPU, EQUAL_SIDES):
         streaming_of(keep).rates = rates
         got = passed(executor, batch)
@@ -62,10 +64,10 @@ def test_logits_are_those_of_the_cpu(family: str, every: bool, device: str, load
 def test_an_expert_that_no_token_chose_does_not_cross(device: str, load: Load) -> None:
     """One token of two experts in each layer, without a head: these are copied, or the CPU computes them."""
     keep: list[Kept] = []
-    split = Split(0.0, prefill="routed", ring_bytes=WHOLE)
+    split = Split(0.0, prefill="auto", ring_bytes=WHOLE)
     executor = load("qwen3-moe", split, device, rows=192, keep=keep, every=False)
     streaming, hybrid = streaming_of(keep), keep[0].hybrid
-    streaming.rates = FAST_LINK
+    streaming.probed_layers, streaming.rates = ALL_LAYERS, FAST_LINK
     layers, shape = len(hybrid.layers), hybrid.layers[0].memory.shape
     top_k = streaming._asked.top_k
     jobs = executor.counters().jobs
@@ -88,7 +90,8 @@ def test_passes_of_several_chunks_or_groups_are_divided_beforehand(
     rows: int, ring: int, device: str, load: Load
 ) -> None:
     keep: list[Kept] = []
-    executor = load("qwen3-moe", Split(0.25, prefill="routed", ring_bytes=ring), device, rows=rows, keep=keep)
+    executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=ring), device, rows=rows, keep=keep)
+    streaming_of(keep).probed_layers = ALL_LAYERS
     passed(executor, StepBatch(spans(prompts([100]))))
     assert streaming_of(keep).totals.routed == 0
     assert streaming_of(keep).totals.passes == 1
@@ -131,7 +134,9 @@ def test_a_pass_goes_on_so_only_where_that_gains(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> None:
-    executor = load("qwen3-next", Split(0.25, prefill="routed", ring_bytes=WHOLE), device, rows=192)
+    keep: list[Kept] = []
+    executor = load("qwen3-next", Split(0.25, prefill="auto", ring_bytes=WHOLE), device, rows=192, keep=keep)
+    streaming_of(keep).probed_layers = ALL_LAYERS
     batch = StepBatch(spans(prompts([120])))
     want = passed(executor, batch)
     for units in (0, 1, 3):
@@ -147,8 +152,9 @@ def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> 
 def test_the_prediction_is_that_of_the_division(device: str, load: Load) -> None:
     """Split, times and their prediction are metrics of routed passes too."""
     keep: list[Kept] = []
-    executor = load("qwen3-moe", Split(0.25, prefill="routed", ring_bytes=WHOLE), device, rows=192, keep=keep)
+    executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=WHOLE), device, rows=192, keep=keep)
     streaming, before = streaming_of(keep), executor.counters()
+    streaming.probed_layers = ALL_LAYERS
     for _ in range(3):
         passed(executor, StepBatch(spans(prompts([150]))))
     now = executor.counters()
@@ -190,7 +196,7 @@ def test_experts_that_a_prompt_made_hot_take_slots(
     split = Split(0.25, inclusive=True, spare=1, prefill=mode, ring_bytes=ring)
     executor = load(family, split, device, rows=rows, keep=keep, every=False)
     hybrid, streaming = keep[0].hybrid, streaming_of(keep)
-    streaming.rates = FAST_LINK  # all are streamed
+    streaming.probed_layers, streaming.rates = ALL_LAYERS, FAST_LINK  # all are streamed
     assert hybrid.moves is not None
     before, position = [hybrid.moves.resident(i) for i in range(len(hybrid.layers))], iter(range(100))
     got = passed(executor, batch, lambda: decode(executor, next(position)))
@@ -224,19 +230,17 @@ def places(hybrid: Any) -> list[list[list[torch.Tensor]]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("mode", "rows"), [("routed", 192), ("auto", 48)])
-def test_without_copies_in_ram_a_promotion_is_a_move(
-    mode: str, rows: int, family: str, device: str, load: Load
-) -> None:
+@pytest.mark.parametrize("rows", [192, 48])
+def test_without_copies_in_ram_a_promotion_is_a_move(rows: int, family: str, device: str, load: Load) -> None:
     """At most as many as there are spare slots in a pass, whose tables stay; later the evicted ones are copied to RAM,
     and each expert has its own bytes."""
     batch = StepBatch(spans([[9] * 120]))
     want = passed(load(family, Split(0.25), device, rows=rows, every=False), batch)
     keep: list[Kept] = []
-    split = Split(0.25, spare=1, prefill=mode, ring_bytes=WHOLE)
+    split = Split(0.25, spare=1, prefill="auto", ring_bytes=WHOLE)
     executor = load(family, split, device, rows=rows, keep=keep, every=False)
     hybrid, streaming = keep[0].hybrid, streaming_of(keep)
-    streaming.rates = FAST_LINK
+    streaming.probed_layers, streaming.rates = ALL_LAYERS, FAST_LINK
     before, owners = places(hybrid), hybrid.tables.owners.copy()
     got = passed(executor, batch)
     assert streaming.totals.promoted == 1

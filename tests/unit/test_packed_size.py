@@ -8,7 +8,7 @@ import pytest
 
 from demo_model import demo_gguf, demo_moe
 from proa.native.formats import Format, layout
-from proa.plan.packed_size import bf16_bytes, packed_size
+from proa.plan.packed_size import packed_bytes, packed_size
 from tiny import TINY, make_tiny, tiny_spec
 from tiny_gguf import SAID, make_tiny_gguf
 from unit.loaded_weights import loaded
@@ -28,9 +28,9 @@ def test_bfloat16_is_the_sum_over_all_parameters(family: str) -> None:
     assert packed_size(spec, {}).total_bytes == each.total_bytes
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (17, 33), (576, 48), (151936, 2048)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 32), (17, 33), (576, 48), (100, 1856), (151936, 2048)])
 def test_padding_of_bfloat16_is_the_layouts(rows: int, columns: int) -> None:
-    assert bf16_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
+    assert packed_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
 
 
 @pytest.mark.demo

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from proa.models.ranks import CPU
 from proa.models.spec import Moe, Router
-from proa.native.formats import Form, Format, layout
+from proa.native.formats import Form, Format
 from proa.plan.placement import (
     MoeLayer,
     bias_bytes,
     expert_bytes,
-    packed_bytes,
     place,
     resident_bytes,
     spare_bytes,
@@ -157,13 +156,6 @@ def test_any_budget(layers: list[tuple[int, int]], budget: int, strategy: str, d
     assert all(used + nbytes > budget for nbytes in missing)  # no further wanted expert would fit
     if sum(n * layer.expert_bytes for layer, n in zip(made, most, strict=True)) <= budget:
         assert not missing
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(16, 32), (17, 33), (768, 2048), (1, 1), (48, 576), (2880, 2880), (100, 1856)]
-)
-def test_bytes_equal_the_native_layout(rows: int, columns: int) -> None:
-    assert packed_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
 
 
 def test_expert_bytes() -> None:

@@ -76,11 +76,11 @@ def test_a_size_is_taken_before_experts_are_placed() -> None:
     [
         ({"prefix_cache_ram": 0}, QWEN3_30B, [gpu(80)], "as asked"),
         ({"prefix_cache_ram": 0}, QWEN3_30B, [], "as asked"),
-        ({}, QWEN3_30B, [], "the KV cache lies in RAM already: see --kv-memory"),
-        ({"prefix_cache_ram": GIB}, QWEN3_30B, [], "the KV cache lies in RAM already: see --kv-memory"),
+        ({}, QWEN3_30B, [], "the KV cache is in RAM already: see --kv-memory"),
+        ({"prefix_cache_ram": GIB}, QWEN3_30B, [], "the KV cache is in RAM already: see --kv-memory"),
         ({"prefix_cache": False}, QWEN3_30B, [gpu(80)], "the prefix cache is off"),
         ({"prefix_cache": False, "prefix_cache_ram": GIB}, QWEN3_30B, [gpu(80)], "the prefix cache is off"),
-        ({"gpu": "sim:64GiB"}, QWEN3_30B, [], "a simulated GPU's KV cache lies in RAM already"),
+        ({"gpu": "sim:64GiB"}, QWEN3_30B, [], "a simulated GPU's KV cache is in RAM already"),
     ],
 )
 def test_the_row_says_why_there_is_none(asked: dict[str, Any], spec: Any, gpus: list[Gpu], why: str) -> None:

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
-from proa.machine.topology import UNBOUND, Team, homes, left_out, pretend, share_out, teams, unclaimed
+from proa.machine.topology import UNBOUND, Team, homes, share_out, teams, unclaimed
 from topologies import GIB, HostFiles, NodeFiles, block_numbered, round_robin_numbered, sibling_numbered, spans
 
 # 2 sockets of 4 nodes (NPS4), firmware numbering in blocks; and SNC4 whose cores are dealt out in turn.
@@ -143,10 +142,8 @@ def test_few_workers_take_the_node_with_most_free_memory(tmp_path: Path) -> None
     nodes = {n: NodeFiles(tuple(range(4 * n, 4 * n + 4)), 64, free) for n, free in enumerate((10, 40, 30))}
     machine = look(HostFiles(nodes=nodes, cores={core: (core,) for core in range(12)}), tmp_path)
     assert [team.node for team in teams(machine, workers=3)] == [1]
-    assert [team.node for team in teams(machine, workers=3, memory_bytes=60 * GIB)] == [1, 2]
-    assert [len(team.cpus) for team in teams(machine, workers=3, memory_bytes=60 * GIB)] == [2, 1]
-    # one worker cannot work on two nodes
-    assert [team.node for team in teams(machine, workers=1, memory_bytes=60 * GIB)] == [1]
+    assert [team.node for team in teams(machine, workers=5)] == [1, 2]
+    assert [len(team.cpus) for team in teams(machine, workers=5)] == [3, 2]
 
 
 def test_an_explicit_number_of_workers_overrules_the_quota(tmp_path: Path) -> None:
@@ -160,23 +157,6 @@ def test_more_workers_than_cpus_are_all_cpus(tmp_path: Path) -> None:
     assert teams(machine, workers=99) == teams(machine)
 
 
-@pytest.mark.parametrize(
-    ("host", "workers", "expected"),
-    [
-        (block_numbered(2, 2), None, []),
-        (TEN, None, ["node 8: its 256.0 GiB unused: the node has no", "node 9: its 256.0 GiB unused: the node has no"]),
-        (MEMORYLESS, None, ["node 1: local memory is missing; its CPUs work with node 0", "node 3: local memory"]),
-        (replace(block_numbered(2, 2), affinity=(0, 1)), None, ["node 1: its 64.0 GiB unused: this process may"]),
-        (replace(block_numbered(2, 2), memory_nodes=(0,)), None, ["node 1: local memory is closed to this process"]),
-        (block_numbered(2, 4), 2, ["node 1: its 64.0 GiB unused: fewer nodes have enough cores"]),
-    ],
-)
-def test_unused_nodes_are_explained(host: HostFiles, workers: int | None, expected: list[str], tmp_path: Path) -> None:
-    machine = look(host, tmp_path)
-    told = left_out(machine, teams(machine, workers))
-    assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
-
-
 def test_a_memoryless_nodes_cpus_prefer_ordinary_memory_over_nearer_cxl(tmp_path: Path) -> None:
     host = HostFiles(
         nodes={0: NodeFiles((0,), 64), 1: NodeFiles((1,), 0), 2: NodeFiles((), 256)},
@@ -184,39 +164,6 @@ def test_a_memoryless_nodes_cpus_prefer_ordinary_memory_over_nearer_cxl(tmp_path
         sockets=((0,), (1, 2)),
     )
     assert [(team.node, team.cpus) for team in teams(look(host, tmp_path))] == [(0, (0, 1))]
-
-
-PRETENDED: list[tuple[HostFiles, int, list[tuple[int, tuple[int, ...]]]]] = [
-    (block_numbered(1, 4, 1), 2, [(0, (0, 1)), (0, (2, 3))]),
-    (block_numbered(1, 4), 2, [(0, (0, 1, 4, 5)), (0, (2, 3, 6, 7))]),  # siblings stay together
-    (block_numbered(1, 2), 4, [(0, (0,)), (0, (2,)), (0, (1,)), (0, (3,))]),  # fewer cores than nodes: divided
-    (block_numbered(1, 5, 1), 3, [(0, (0,)), (0, (1, 2)), (0, (3, 4))]),
-    (block_numbered(1, 2, 1), 3, [(0, (0,)), (0, (1,)), (0, (0,))]),  # fewer CPUs than nodes: shared
-    (block_numbered(2, 2, 1), 4, [(0, (0,)), (0, (1,)), (1, (2,)), (1, (3,))]),  # memory on the real nodes
-    (block_numbered(2, 2, 1), 1, [(UNBOUND, (0, 1, 2, 3))]),
-    (HostFiles(cpus=2), 2, [(UNBOUND, (0,)), (UNBOUND, (1,))]),
-]
-
-
-@pytest.mark.parametrize(("host", "nodes", "expected"), PRETENDED)
-def test_pretended_nodes(
-    host: HostFiles, nodes: int, expected: list[tuple[int, tuple[int, ...]]], tmp_path: Path
-) -> None:
-    machine = look(host, tmp_path)
-    made = pretend(machine, nodes)
-    assert [(team.node, team.cpus) for team in made] == expected
-    free = sum(team.memory_bytes or 0 for team in teams(machine))
-    assert {team.memory_bytes for team in made} == {free // nodes}
-
-
-def test_pretended_nodes_share_the_quota(tmp_path: Path) -> None:
-    machine = look(replace(block_numbered(1, 64, 1), quota_cores=3), tmp_path)
-    assert [team.cpus for team in pretend(machine, 2)] == [(0,), (1, 2)]
-
-
-def test_pretending_no_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least 1"):
-        pretend(look(HostFiles(cpus=2), tmp_path), 0)
 
 
 @st.composite
@@ -258,8 +205,8 @@ def check_teams(made: tuple[Team, ...], machine: Machine, limit: int) -> None:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(host=hosts(), workers=st.none() | st.integers(1, 60), pretended=st.integers(1, 8))
-def test_invariants(host: HostFiles, workers: int | None, pretended: int) -> None:
+@given(host=hosts(), workers=st.none() | st.integers(1, 60))
+def test_invariants(host: HostFiles, workers: int | None) -> None:
     with TemporaryDirectory() as folder:
         machine = look(host, Path(folder))
     made = teams(machine, workers)
@@ -268,12 +215,6 @@ def test_invariants(host: HostFiles, workers: int | None, pretended: int) -> Non
     assert [team.node for team in made] == sorted({team.node for team in made})
     with_memory = {node.id for node in machine.numa if node.memory_bytes and node.memory_allowed}
     assert {team.node for team in made} <= (with_memory or {UNBOUND})
-    assert len(left_out(machine, made)) == len({node.id for node in machine.numa} - {team.node for team in made})
-    split = pretend(machine, pretended, workers)
-    assert len(split) == pretended
-    assert set(chain(*(team.cpus for team in split))) == set(chain(*(team.cpus for team in made)))
-    if limit >= pretended:
-        check_teams(split, machine, limit)
 
 
 def test_this_machine() -> None:

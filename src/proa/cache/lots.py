@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from proa.ops.caches import Caches
-from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES
+from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, aligned
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def page_tensors(caches: Caches) -> list[Tensor]:
 def lots_of(page_bytes: Sequence[int], pool_pages: int, expert_bytes: int) -> Lots:
     """Divide a pool. page_bytes: of a page in each tensor; expert_bytes: of the largest expert, with its alignment.
     Of the lengths at which an expert just fits into the piece of some tensor, the one that wastes least is taken."""
-    room = -(-expert_bytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
+    room = aligned(expert_bytes)
     skipped = [0 if each % EXPERT_ALIGNMENT_BYTES == 0 else EXPERT_ALIGNMENT_BYTES for each in page_bytes]  # at most
     lengths = sorted({-(-(room + skip) // each) for each, skip in zip(page_bytes, skipped, strict=True)})
     if not lengths:

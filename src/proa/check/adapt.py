@@ -18,7 +18,7 @@ from proa.config.options import EngineOptions
 from proa.errors import ResourceError, UsageError
 from proa.models.ranks import CPU
 from proa.models.spec import Model
-from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS, ring_groups
+from proa.ops.sizes import RING_BANKS, aligned, bank_bytes, ring_groups
 from proa.plan.plan import GpuPlan, Plan
 
 _TIER_TOKENS = 2048  # that a tier has room for: more than all prompts have
@@ -96,18 +96,16 @@ def _with_ring(path: Path, gpu: GpuPlan) -> GpuPlan | str:
     layers = list(zip(streamed, gpu.expert_bytes, strict=True))
     if path.halved and streamed == in_ram:
         return "no layer has two experts in RAM, one to be streamed and one for the CPU"
-    bank_bytes = gpu.ring_bytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
-    if path.streams is Streams.GROUPS and _groups(layers, bank_bytes) == 1:
-        half_bytes = max((count + 1) // 2 * nbytes for count, nbytes in layers)
-        least_bytes = max(nbytes for _, nbytes in layers)
-        bank_bytes = -(-max(half_bytes, least_bytes) // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
-    groups = _groups(layers, bank_bytes)
+    nbytes = bank_bytes(gpu.ring_bytes)
+    if path.streams is Streams.GROUPS and _groups(layers, nbytes) == 1:
+        nbytes = aligned(max(max(1, (count + 1) // 2) * expert_bytes for count, expert_bytes in layers))
+    groups = _groups(layers, nbytes)
     if path.streams is Streams.WHOLE and groups > 1:
         return f"the ring, as VRAM allows, holds a layer's streamed experts in {groups} groups, not at once"
     if path.streams is Streams.GROUPS and groups == 1:
         return "too few experts are streamed in a layer to be divided into groups"
     prefill = "half" if path.halved else gpu.prefill
-    return msgspec.structs.replace(gpu, ring_bytes=RING_BANKS * bank_bytes, prefill=prefill)
+    return msgspec.structs.replace(gpu, ring_bytes=RING_BANKS * nbytes, prefill=prefill)
 
 
 def _groups(layers: list[tuple[int, int]], bank_bytes: int) -> int:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 _EXPLAINED = 0.2  # of a row's error is left, if contributions that are missing or counted twice explain it
 _GUILTY = 0.5  # a contribution's share of the error from which on it counts
-_ALIKE = 0.2  # of an expert's error, in proportion to its output, in one row: what it has at least in every other
+# The error of a wrong expert, in proportion to its output, is at least this share of its error in any other row.
+_ALIKE = 0.2
 _MOSTLY = 0.9  # of rows, or of experts that no row clears: from here on all experts are named
 _TINY = 1e-30
 _NAMED = 8

@@ -20,7 +20,7 @@ WHOLE_LIMIT, WHOLE_ROWS = 3.0, 24
 SUSPECT = 3.0  # of a phase that is wrong, rows from here on are named as wrong: rounding passes it once in 400 rows
 # Root mean square of the relative error of rounding to `bits` significant bits, of values of any magnitude.
 _ROUNDED = {torch.bfloat16: 0.42 * 2.0**-8, torch.float16: 0.42 * 2.0**-11, torch.float32: 0.42 * 2.0**-24}
-_FLOAT32 = 2.0**-20  # float32 sums in another order, and activations in fixed point of 23 bits (decision 028)
+FLOAT32 = 2.0**-20  # float32 sums in another order, and activations in fixed point of 23 bits (decision 028)
 _TINY = 1e-30
 
 
@@ -43,7 +43,7 @@ def _column_errors(exact: Tensor, rough: Tensor) -> Tensor:
     of_torch = (rough.float() - exact).square().mean(0)
     size = exact.square().mean(0)
     once = size * _ROUNDED[rough.dtype] ** 2
-    return torch.maximum(of_torch, once) + size.mean() * _FLOAT32**2 + _TINY
+    return torch.maximum(of_torch, once) + size.mean() * FLOAT32**2 + _TINY
 
 
 def over_bound(errors: Tensor) -> Tensor:
@@ -60,5 +60,5 @@ def logit_bounds(x: Tensor, weight: Tensor) -> Tensor:
     wider. x [T, H]."""
     exact_in_bf16 = torch.equal(weight.bfloat16().float(), weight)
     of_weight = 0.0 if exact_in_bf16 else 2.0**-8
-    of_sum = weight.shape[1] * 2.0**-24 + _FLOAT32
+    of_sum = weight.shape[1] * 2.0**-24 + FLOAT32
     return (of_weight + of_sum) * (x.float().abs() @ weight.abs().T)

@@ -89,8 +89,8 @@ def _move(engine: Engine, vocab: int) -> bool:
 
 
 def _not_given(build: Build, name: str, off: str) -> str:
-    """Why the machine has no ring, or reads nothing in place, after all, although it was planned: the driver did not
-    register RAM. Empty: it does. off: what the decision of this name then says."""
+    """The reason why the planned ring, or reading in place, is missing after loading (the driver did not register RAM);
+    empty if it is there. off: what the decision of this name says if it is missing."""
     rows = build.ready(0.0).decisions
     return next((row.why for row in rows if row.name == name and row.got == off), "")
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proa.check.bounds import logit_bounds
+from proa.check.bounds import FLOAT32, logit_bounds
 from proa.models.spec import ExpertGroups
 from proa.ops.table import RouterRule
 
 _RENORMALISED = 4.0  # a weight is a ratio of scores, each of which is off by up to twice the logits' bound
-_FLOAT32 = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ def compare(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RouterRule, id
     sound = valid.all(-1) & (ids.sort(-1).values.diff(dim=-1) != 0).all(-1)
     safe = ids.clamp(0, count - 1)
     wanted = weights_at(logits, safe, rule)
-    off = (weights.float() - wanted).abs() / (wanted.abs() * (_RENORMALISED * bound + _FLOAT32) + 1e-30)
-    slack = 2 * bound + _FLOAT32
+    off = (weights.float() - wanted).abs() / (wanted.abs() * (_RENORMALISED * bound + FLOAT32) + 1e-30)
+    slack = 2 * bound + FLOAT32
     missed = _margins(scores_of(logits, rule), safe, rule, slack) / slack
     excess = torch.maximum(off, missed).nan_to_num(nan=torch.inf)
     worst, which = excess.masked_fill(~valid, torch.inf).max(-1)

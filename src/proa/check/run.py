@@ -115,7 +115,7 @@ def check(
     """Check a model. most_bytes: of the sampled layers. limit_s: without the time in which the model is fetched and
     opened. Raises ProaError if it cannot be opened or read, a WeightsError that names the tensor if a file is
     damaged."""
-    opened = _opened(model, asked, show)
+    opened = open_model(locate(model, asked.model.revision, show), asked.model.load_format, asked.model)
     begin = time.perf_counter()
     chosen = sample(opened, seed, most_bytes)
     report = Report(model, chosen.layers, chosen.of, seed, limit_s=limit_s)
@@ -160,11 +160,6 @@ def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
 
 
-def _opened(model: str, asked: EngineOptions, show: Show) -> Opened:
-    path = locate(model, asked.model.revision, show)
-    return open_model(path, asked.model.load_format, asked.model)
-
-
 def _unmeasured(asked: MachineOptions, machine: Machine) -> RamRate:
     return RamRate(bytes_per_s=_RAM_BYTES_PER_S, threads=1, pages=(), load=Load(None, 1))
 
@@ -199,7 +194,7 @@ def _prompt_tokens(spec: Model) -> int:
 
 
 def _observe(report: Report, model: str, path: Path, chosen: Sample, prompts: Texts, end_s: float) -> None:
-    """Run a path, and note in the report what came of it. end_s: when it is ended."""
+    """Run a path and add its outcome to the report. end_s: when a path that still runs is ended."""
     with tempfile.TemporaryDirectory(prefix="proa-check-") as folder:
         of = adapt(path, chosen.opened.declared.spec, folder, lambda options: _plan(model, options, chosen))
         if isinstance(of, NoPath):

@@ -41,10 +41,6 @@ class Sample:
     layers: tuple[int, ...]
     of: int
 
-    @property
-    def complete(self) -> bool:
-        return len(self.layers) == self.of
-
 
 def sample(opened: Opened, seed: int, most_bytes: int = SAMPLE_BYTES) -> Sample:
     """All blocks if they are stored in `most_bytes`; else the first, the last, one of each kind (mixer, FFN and stored

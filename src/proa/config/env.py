@@ -94,10 +94,9 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(Path(cache), values["isa"], values["log"], values["ram_probe"])
 
 
-def cuda_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def cuda_environ() -> dict[str, str]:
     """Return the environment variables with which CUDA selects and numbers GPUs, if set."""
-    environ = os.environ if environ is None else environ
-    return {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in environ}
+    return {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in os.environ}
 
 
 # Environment variables for OpenMP, oneDNN and torch in the engine process; the user's own values take precedence.

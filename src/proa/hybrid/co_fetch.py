@@ -8,28 +8,28 @@ from proa.machine.cost.co_fetch import CpuRate, InPlaceRates, bound_by_ram, co_f
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.residency import IN_PLACE_PAIRS
 
+_NONE = (0,) * (IN_PLACE_PAIRS + 1)  # a step that co-fetches has at most IN_PLACE_PAIRS misses
+
 
 class CoFetch:
     """`shares`: see `co_fetch_shares`. Until the CPU's rate is known, the GPU reads no expert in RAM."""
 
-    def __init__(self, rates: InPlaceRates | None, most: int = IN_PLACE_PAIRS) -> None:
-        """rates: None: shares are `half_shares`, whatever the CPU's rate. most: (token, expert) pairs of a step that
-        co-fetches, and so the most misses."""
+    def __init__(self, rates: InPlaceRates | None) -> None:
+        """rates: None: shares are `half_shares`, whatever the CPU's rate."""
         self.rates = rates
         self.on = True
-        self._most = most
         self.forget(NOTHING_COUNTED)
 
     def forget(self, now: Counters) -> None:
         """Forget the CPU's rate. now: the doorbell's counters."""
-        self.shares = half_shares(self._most) if self.rates is None else (0,) * (self._most + 1)
+        self.shares = half_shares(IN_PLACE_PAIRS) if self.rates is None else _NONE
         self._last = now
         self._cpu = CpuRate()
 
     @property
     def in_force(self) -> tuple[int, ...]:
         """`shares`; while it is off, zeros."""
-        return self.shares if self.on else (0,) * (self._most + 1)
+        return self.shares if self.on else _NONE
 
     def update(self, now: Counters) -> tuple[int, ...] | None:
         """Update `shares` from the doorbell's counters, which count from its start. Return them if they changed. While
@@ -40,11 +40,11 @@ class CoFetch:
         if not self.on:
             return None
         took_s = now.moe_s - last.moe_s
-        if not bound_by_ram(now.jobs - last.jobs, now.pairs - last.pairs, took_s, self._most):
+        if not bound_by_ram(now.jobs - last.jobs, now.pairs - last.pairs, took_s, IN_PLACE_PAIRS):
             return None
         self._cpu = self._cpu.after(now.weight_bytes - last.weight_bytes, took_s)
         rate = self._cpu.bytes_per_s
-        shares = self.shares if rate is None else co_fetch_shares(self._most, self.rates, rate)
+        shares = self.shares if rate is None else co_fetch_shares(IN_PLACE_PAIRS, self.rates, rate)
         if shares == self.shares:
             return None
         self.shares = shares

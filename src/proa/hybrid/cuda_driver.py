@@ -80,9 +80,7 @@ class Driver:
     def _call(self, name: str, *arguments: int) -> None:
         function = self._functions.get(name) or self._function(name)
         if code := function(*arguments):
-            text = c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(text))
-            raise NativeError(f"{name} failed: {(text.value or b'error %d' % code).decode()}.", _REMEDY)
+            raise NativeError(f"{name} failed: {error_name(self._cuda, code)}.", _REMEDY)
 
     def _function(self, name: str) -> Callable[..., int]:
         try:
@@ -93,3 +91,10 @@ class Driver:
         found: Callable[..., int] = function
         self._functions[name] = found
         return found
+
+
+def error_name(cuda: ctypes.CDLL, code: int) -> str:
+    """The driver's name of an error code."""
+    text = c_char_p()
+    cuda.cuGetErrorName(code, ctypes.byref(text))
+    return (text.value or b"error %d" % code).decode()

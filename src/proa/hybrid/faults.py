@@ -37,7 +37,7 @@ class FaultRecords:
         return LayerFaults(self._notes, layer)
 
     @contextmanager
-    def of_parts(self, first_row: int = 0) -> Iterator[None]:
+    def of_parts(self, first_row: int) -> Iterator[None]:
         """Within the context, launches and `take` use the records of the step in parts, launches from `first_row` on.
         A graph captured within it must not outlive it."""
         self._notes.records = self._of_parts[first_row:]

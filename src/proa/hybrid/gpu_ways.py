@@ -14,7 +14,7 @@ from torch import Tensor
 from proa.errors import NativeError
 from proa.hybrid.cuda_driver import Driver
 from proa.native.doorbell import BlockLayout, Doorbell, JobSize, Way, block_layout
-from proa.ops.bell_block import Bell, Copied, copied, views
+from proa.ops.bell_block import Bell, copied, views
 from proa.ops.device_table import DeviceOps
 from proa.ops.table import NextRouter
 
@@ -134,12 +134,8 @@ class ByCopies:
         signals: Signals,
     ) -> None:  # fmt: skip
         """host, memory: uint8 blocks for a job of `size`, in pinned memory and on the GPU."""
-        self._host, self._size, self._device, self._state = host, size, memory.device, state
-        self._memory, self._driver, self._signals, self._ops = memory, driver, signals, ops
-        self._jobs = functools.cache(lambda tokens: (self._of(self._memory, tokens), self._of(self._host, tokens)))
-
-    def _of(self, memory: Tensor, tokens: int) -> Copied:
-        return copied(memory, self._size, tokens)
+        self._device, self._state, self._driver, self._signals, self._ops = memory.device, state, driver, signals, ops
+        self._jobs = functools.cache(lambda tokens: (copied(memory, size, tokens), copied(host, size, tokens)))
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         here, there = self._jobs(len(x))

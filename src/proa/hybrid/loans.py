@@ -9,12 +9,12 @@ promoted as elsewhere (moves.py, promotions.py).
 - **Lending.** The pages are free. Launches in flight may still use them, so a room is written only once all
   launches before the loan have ended: the rule for slots that tables no longer name. An expert is copied there beside
   the steps, and tables name it from the next launch on, once it has arrived. Copies are on the stream of other moves.
-- **Taking back.** The tables change for the next launch: the CPU gets the experts, and nothing is copied. Lots follow
-  one another, because the host needs some 10 us for each expert's row of the tables (an estimate), and a decode step
-  waits for it. When all launches before that have ended, none reads the rooms. They are filled with zeros then, since
-  attention multiplies rows that it masks by 0, and bytes of experts may be NaN. The pages are given back only when that
-  is done, so a write to them comes later, on any stream. A copy or a move to or from a room that is under way ends
-  first. A swap may have made a room a spare slot; the coldest expert's slot elsewhere replaces it.
+- **Taking back.** The tables change for the next launch: the CPU gets the experts, and nothing is copied. Lots are
+  taken back one after another, because the host needs some 10 us for each expert's row of the tables (an estimate), and
+  a decode step waits for it. When all launches before that have ended, none reads the rooms. They are filled with zeros
+  then, since attention multiplies rows that it masks by 0, and bytes of experts may be NaN. The pages are given back
+  only when that is done, so a write to them comes later, on any stream. A copy or a move to or from a room that is
+  under way ends first. A swap may have made a room a spare slot; the coldest expert's slot elsewhere replaces it.
 - **During a pass** (streaming.py) tables stay as they are, those of moves under way too: it has a copy of them, and its
   launches may be on a stream of their own. So nothing is lent, placed or taken back before its end, which a counted
   launch follows. Promotions go on: they overwrite a room on the stream of the steps, as they do any slot.
@@ -31,7 +31,7 @@ from proa.hybrid.copies import Copy
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
 from proa.hybrid.slots import Slot
-from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES
+from proa.ops.sizes import aligned
 
 
 @dataclass
@@ -172,4 +172,4 @@ def slot_in(room: Tensor, layer: LayerMemory) -> Slot:
 
 
 def _down_at(layer: LayerMemory) -> int:
-    return -(-layer.shape.up.matrix_bytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
+    return aligned(layer.shape.up.matrix_bytes)

@@ -101,7 +101,7 @@ class HybridModel:
         self._pass_launch = 0  # the last launch of the last pass
         self._launched = 0  # steps, and how many of those have ended
         self._ended = 0
-        self._aside = False  # steps leave nothing behind
+        self._aside = False  # within aside(): steps leave nothing behind
         self._uncounted = NOTHING_COUNTED  # the doorbell's counts of such steps
 
     def new_experts(
@@ -329,7 +329,7 @@ class HybridModel:
         self._lent.take_back(lot)
 
     def returned(self) -> list[int]:
-        """Between launches: go on with loans. Returns the lots whose pages may be used again, since the last call."""
+        """Continue the loans, between launches. Returns the lots whose pages may be used again, since the last call."""
         self._update(self._launched + 1)
         if self._ended == self._launched and not (self._in_pass or self._aside):
             self._lent.meanwhile()

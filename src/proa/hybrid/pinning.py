@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from proa.hybrid.cuda_driver import LIBRARY, error_name
 from proa.obs.units import format_bytes
 
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_*
-_LIBRARY = "libcuda.so.1"
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Registered:
 
     def close(self) -> None:
         """Unregister, before the memory is freed. No copy or kernel may be using it."""
-        cuda = ctypes.CDLL(_LIBRARY)
+        cuda = ctypes.CDLL(LIBRARY)
         for address, _ in self.spans:
             cuda.cuMemHostUnregister(ctypes.c_void_p(address))
         self.spans.clear()
@@ -47,13 +47,13 @@ def register(spans: Sequence[tuple[int, int]], device: torch.device) -> Register
     A copy must lie within one span.
     """
     torch.cuda.synchronize(device)  # gives this thread the device's context
-    cuda = ctypes.CDLL(_LIBRARY)
+    cuda = ctypes.CDLL(LIBRARY)
     begin, done, in_place = time.perf_counter(), list[tuple[int, int]](), True
     for address, nbytes in spans:
         if code := _register(cuda, address, nbytes):
             left = sum(size for _, size in spans) - sum(size for _, size in done)
             return Registered(
-                done, False, f"the driver refused {format_bytes(left)}: {_name(cuda, code)}", complete=False
+                done, False, f"the driver refused {format_bytes(left)}: {error_name(cuda, code)}", complete=False
             )
         done.append((address, nbytes))
         seen = ctypes.c_uint64()
@@ -65,23 +65,17 @@ def register(spans: Sequence[tuple[int, int]], device: torch.device) -> Register
 def pin(address: int, nbytes: int) -> str | None:
     """Register one span of whole pages. The calling thread must have the device's context; no step is waited for.
     Returns the driver's error, or None."""
-    cuda = ctypes.CDLL(_LIBRARY)
+    cuda = ctypes.CDLL(LIBRARY)
     code = _register(cuda, address, nbytes)
-    return _name(cuda, code) if code else None
+    return error_name(cuda, code) if code else None
 
 
 def unpin(address: int) -> None:
     """Unregister a span, before its memory is freed. No copy or kernel may be using it."""
-    ctypes.CDLL(_LIBRARY).cuMemHostUnregister(ctypes.c_void_p(address))
+    ctypes.CDLL(LIBRARY).cuMemHostUnregister(ctypes.c_void_p(address))
 
 
 def _register(cuda: ctypes.CDLL, address: int, nbytes: int) -> int:
     """Returns the driver's code; 0: success."""
     code: int = cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
     return code
-
-
-def _name(cuda: ctypes.CDLL, code: int) -> str:
-    text = ctypes.c_char_p()
-    cuda.cuGetErrorName(code, ctypes.byref(text))
-    return (text.value or b"error %d" % code).decode()

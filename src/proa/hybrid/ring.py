@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS, ring_groups
+from proa.ops.sizes import RING_BANKS, bank_bytes, ring_groups
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ring:
 
     def __init__(self, layers: Sequence[LayerMemory], nbytes: int, device: torch.device) -> None:
         """nbytes: of both banks. Raises ValueError if a bank holds no expert of some layer."""
-        self.bank_bytes = nbytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
+        self.bank_bytes = bank_bytes(nbytes)
         self._memory = torch.empty(RING_BANKS, self.bank_bytes, dtype=torch.uint8, device=device)
         self._banks = [[self._bank(layer, bank) for bank in range(RING_BANKS)] for layer in layers]
 

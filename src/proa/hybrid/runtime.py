@@ -154,7 +154,7 @@ class HybridExperts:
 
     @property
     def _to_cpu(self) -> Transport | None:
-        """Where launches hand pairs over now."""
+        """The transport to which launches hand the CPU's pairs over now; None: to none."""
         streamed = self._streamed
         return None if streamed.active and (streamed.alone or streamed.leaves_none) else self._transport
 
@@ -216,9 +216,8 @@ class HybridUnderway:
         return self._device.finish(self._started, self._x, self.at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:
-        if (
-            self._streamed.alone and not self._streamed.leaves_none
-        ):  # zeros, as a pull without pairs: the same kernels, and the same bits
+        if self._streamed.alone and not self._streamed.leaves_none:
+            # Zeros, as a pull without pairs gives: the same kernels run, and the bits are the same.
             return self._x.new_zeros(self._x.shape, dtype=torch.float32)
         if self._transport is None:
             return None

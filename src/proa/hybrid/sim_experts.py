@@ -39,7 +39,21 @@ class SimExperts:
 
     def start(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
         """The weighted sum of the device's experts, float32 [T, hidden]; None if it has no pair."""
-        return self._own(x, at, weights)
+        everywhere = zip(*(t.flatten().tolist() for t in (at.ids, at.up, at.down)), strict=True)
+        mine = sorted({place for place in everywhere if place[1]})  # by expert id: the order is independent of location
+        if not mine:
+            return None
+        begin, fetched = time.perf_counter(), 0
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert, up, down in mine:
+            rows, choices = (at.up == up).nonzero(as_tuple=True)
+            y = self._one(self._expert(up, down, expert), x[rows])
+            total.index_add_(0, rows, weights[rows, choices, None].float() * y)
+            fetched += self._in_place(up)
+        if self._bus_bytes_per_s is not None and fetched:
+            least_s = fetched * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes) / self._bus_bytes_per_s
+            time.sleep(max(0.0, begin + least_s - time.perf_counter()))
+        return total
 
     def waits(self, x: Tensor) -> Bell | None:
         return None
@@ -65,24 +79,6 @@ class SimExperts:
         if not bool(total.isfinite().all()):
             self._note(total, {INPUT: x, CPU: added.cpu, SHARED: shared}, started, at)
         return total.to(x.dtype)
-
-    def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
-        """Weighted sum of the device's own experts, float32 [T, hidden]; None if it has no pair."""
-        everywhere = zip(*(t.flatten().tolist() for t in (at.ids, at.up, at.down)), strict=True)
-        mine = sorted({place for place in everywhere if place[1]})  # by expert id: the order is independent of location
-        if not mine:
-            return None
-        begin, fetched = time.perf_counter(), 0
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for expert, up, down in mine:
-            rows, choices = (at.up == up).nonzero(as_tuple=True)
-            y = self._one(self._expert(up, down, expert), x[rows])
-            total.index_add_(0, rows, weights[rows, choices, None].float() * y)
-            fetched += self._in_place(up)
-        if self._bus_bytes_per_s is not None and fetched:
-            least_s = fetched * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes) / self._bus_bytes_per_s
-            time.sleep(max(0.0, begin + least_s - time.perf_counter()))
-        return total
 
     def _in_place(self, up: int) -> bool:
         here = self.residency.in_place

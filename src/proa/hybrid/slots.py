@@ -38,7 +38,7 @@ class ExpertSlots:
     """Slot i initially belongs to expert resident[i]. up, down: uint8 [slots, panels, panel bytes], uninitialised."""
 
     def __init__(self, shape: ExpertShape, resident: Sequence[int], device: torch.device) -> None:
-        self.shape, self.resident = shape, tuple(resident)
+        self.shape = shape
         self.slot_of = {expert: slot for slot, expert in enumerate(resident)}
         self.up, self.down = (
             torch.empty(len(resident), of.panels, of.panel_bytes, dtype=torch.uint8, device=device)

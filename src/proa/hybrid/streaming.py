@@ -69,9 +69,8 @@ from proa.ops.sizes import RING_BANKS as BANKS
 
 @dataclass(frozen=True)
 class Asked:
-    """mode: what computes experts in RAM for prompts, a value of --prefill, or, whatever the rates, "half": of each
-    layer's, half are streamed, or "routed": they are divided by the routing wherever that is possible. top_k: the
-    largest of the model's layers."""
+    """mode: what computes experts in RAM for prompts, a value of --prefill; or "half" (proa check): half of each
+    layer's are streamed, whatever the rates. top_k: the largest of the model's layers."""
 
     mode: str
     top_k: int
@@ -127,7 +126,8 @@ class Streaming:
         asked: Asked,
     ) -> None:  # fmt: skip
         self.totals, self.rates = PassTotals(), rates
-        self.probed_layers = PROBED_LAYERS  # 0: no pass is divided by its routing
+        # Tests and benchmarks set it. 0: no pass is divided by its routing; more than all layers: a pass is to its end.
+        self.probed_layers = PROBED_LAYERS
         self.promotions: Promotions | None = None
         self.jobs: Callable[[], Counters] | None = None  # counts the CPU's jobs so far
         self.ring, self._layers, self._tables, self._uploads, self._asked = ring, layers, tables, uploads, asked
@@ -175,8 +175,7 @@ class Streaming:
         the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
-        may_be_alone = beside is not None and self._asked.mode != "routed"
-        alone = may_be_alone and all(map(self._is_whole, self._streamed, divisions))
+        alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
         routed = not alone and self._is_routed(tokens, chunks)
         promotes &= not alone  # decode steps that run at the same time may read the slots
         heat = self._seen if heat is None else heat
@@ -199,11 +198,9 @@ class Streaming:
 
     def _is_routed(self, tokens: int, chunks: int) -> bool:
         """Whether a pass is divided by its routing."""
-        if self._asked.mode not in ("auto", "routed") or chunks > 1:
+        if self._asked.mode != "auto" or chunks > 1 or not self.probed_layers:
             return False
-        if any(self.ring.groups(layer, self._in_ram(layer)) > 1 for layer in self._streamed):
-            return False
-        return self._asked.mode == "routed" or self.probed_layers > 0
+        return all(self.ring.groups(layer, self._in_ram(layer)) == 1 for layer in self._streamed)
 
     def _count(self, one: _Pass, streamed: int, of: int) -> None:
         """Count the experts of layers that are divided: so many `of` those in RAM are streamed."""
@@ -224,7 +221,7 @@ class Streaming:
         if self._asked.mode == "half":
             return [of[len(of) // 2] for of in every]
         found = [taken_of(of) for of in every]
-        if not share or self._asked.mode == "routed":
+        if not share:
             return found
         whole = [of[-1] for of in every]
         copied_s, divided_s = (sum(division.seconds for division in of) for of in (whole, found))
@@ -306,7 +303,7 @@ class Streaming:
         one.divisions[at] = divided.of
         self._count(one, divided.of.streamed, len(divided.tokens_of))
         one.seen[layer] = one.chosen
-        if self._asked.mode != "routed" and at + 1 == self.probed_layers and one.gain_s <= 0:
+        if at + 1 == self.probed_layers and one.gain_s <= 0:
             self._divide_rest(one)
         if at + 1 < len(one.groups):
             self._copy(one, at + 1, one.groups[at + 1].experts)

@@ -25,8 +25,6 @@ from proa.ops.sizes import ADDRESSES, table_words
 
 DRAFTS = 2  # the row of the next layer is drafted while the device may still read that of the layer before
 
-# Addresses of each expert, int64 [ADDRESSES]: up and down on the GPU, up and down in RAM.
-
 
 class Tables:
     """Made after loading. `residency[i]`: the table of layer i, at fixed addresses, as graphs need.
@@ -220,6 +218,7 @@ def _place(addresses: NDArray[np.int64], numbers: NDArray[np.int32], of: Elsewhe
 
 
 def _split(rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Split int32 rows into addresses int64 [layers, ADDRESSES, experts] and numbers int32 [layers, experts]."""
+    """Split int32 rows into addresses int64 [layers, ADDRESSES, experts], which are up and down on the GPU and up and
+    down in RAM, and numbers int32 [layers, experts]."""
     words = 2 * ADDRESSES * experts
     return rows[:, :words].view(torch.int64).view(len(rows), ADDRESSES, experts), rows[:, words : words + experts]

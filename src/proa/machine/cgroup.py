@@ -92,11 +92,11 @@ def _cpuset(level: _Level) -> frozenset[int]:
 def _memory_left(level: _Level) -> int | None:
     if level.version == 2:
         # The kernel throttles above memory.high and kills above memory.max: stay below both.
-        limits = [n for name in ("memory.max", "memory.high") if (n := read_int(level.folder / name)) is not None]
-        used, prefix = read_int(level.folder / "memory.current"), ""
+        names, usage, prefix = ["memory.max", "memory.high"], "memory.current", ""
     else:
-        limits = [n for n in (read_int(level.folder / "memory.limit_in_bytes"),) if n is not None]
-        used, prefix = read_int(level.folder / "memory.usage_in_bytes"), "total_"
+        names, usage, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
+    limits = [limit for name in names if (limit := read_int(level.folder / name)) is not None]
+    used = read_int(level.folder / usage)
     if not limits or used is None:
         return None
     return max(0, min(limits) - used + _reclaimable(level.folder / "memory.stat", prefix))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -64,7 +63,7 @@ def find_gpus(environ: Mapping[str, str], root: Path = Path("/"), nvml: Nvml | N
             import pynvml  # imported here, as it is used only once
         except ImportError:
             return FoundGpus(note="GPUs not detected: the package nvidia-ml-py is not installed")
-        nvml = _typed(pynvml)
+        nvml = cast(Nvml, pynvml)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -114,12 +113,6 @@ def visible(uuids: Sequence[str], asked: str | None) -> tuple[tuple[int, ...], s
         left = []
     note = f"CUDA_VISIBLE_DEVICES={asked} leaves {len(left)} of {len(uuids)} GPUs" if len(left) < len(uuids) else ""
     return tuple(left), note
-
-
-def _typed(module: ModuleType) -> Nvml:
-    found: Any = module
-    typed: Nvml = found
-    return typed
 
 
 def _found(nvml: Nvml, environ: Mapping[str, str], root: Path) -> FoundGpus:

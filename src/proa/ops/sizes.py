@@ -136,6 +136,16 @@ def residency_bytes(layers: int, experts: int) -> int:
     return layers * 4 * (table_words(experts) + experts)
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes, padded to EXPERT_ALIGNMENT_BYTES."""
+    return -(-nbytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
+
+
+def bank_bytes(ring_bytes: int) -> int:
+    """Bytes of a bank of a ring of this size."""
+    return ring_bytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
+
+
 def ring_groups(experts: int, expert_bytes: int, bank_bytes: int) -> int:
     """Number of groups into which a layer's experts must be divided so that each group fits into a bank of the ring, at
     least 1. A bank holds at least one expert."""

@@ -1,5 +1,5 @@
-"""What kernels reach of a machine's rates: shares that were measured, by which predictions are longer than limits.
-Pure. Never: rates, fixed costs of decode.
+"""The shares of a machine's rates that kernels attain, as measured: they separate predictions from limits. Pure.
+Never: rates, fixed costs of decode.
 
 Most shares were measured for kernels alone. Those that come from whole times, or from no measurement, say so.
 """
@@ -47,7 +47,7 @@ class Reached:
 
 
 def limits(speeds: Speeds) -> Reached:
-    """All of each rate."""
+    """The full rates, without losses: predictions count their limits with these."""
     gpu = _part(speeds.gpu, 1)
     return Reached(
         _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), _part(speeds.pcie, 1), gpu, gpu, gpu
@@ -55,8 +55,8 @@ def limits(speeds: Speeds) -> Reached:
 
 
 def attained(speeds: Speeds, plan: Plan) -> Reached:
-    """The shares that this plan's kernels reach. Plain torch, on a CPU or as a simulated GPU, has none: it counts with
-    all of each rate (a note says so)."""
+    """The shares that this plan's kernels reach. Plain torch, on a CPU or as a simulated GPU, has no measured
+    shares: it counts with the full rates (a note says so)."""
     if not plan.isa or (plan.gpu is not None and plan.gpu.simulated):
         return limits(speeds)
     gpu = speeds.gpu

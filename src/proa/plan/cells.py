@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cells:
-    """A prompt's tokens [i * tokens, (i + 1) * tokens), the last cell cut at the prompt's end. streamed_from: for cells
-    of at least so many tokens the experts in RAM are copied to the GPU, for shorter ones the CPU computes them; 0: for
-    all."""
+    """A prompt's tokens [i * tokens, (i + 1) * tokens), the last cell cut at the prompt's end. streamed_from: the
+    experts in RAM are copied to the GPU for cells of at least so many tokens, and computed by the CPU for shorter ones;
+    0: computed by the CPU for all cells."""
 
     tokens: int
     streamed_from: int = 0
@@ -21,7 +21,7 @@ class Cells:
         return min(self.tokens, num_prompt - start)
 
     def streams(self, start: int, num_prompt: int) -> bool:
-        """Whether the cell that begins at `start` is streamed."""
+        """True if the cell that begins at `start` is streamed."""
         return 0 < self.streamed_from <= self.size(start, num_prompt)
 
     def streamed_tokens(self, start: int, num_prompt: int, most_cells: int, *, whole: bool) -> tuple[int, int]:

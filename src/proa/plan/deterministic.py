@@ -98,4 +98,4 @@ def row(asked: bool, cell_tokens: int | None, streamed_from: int = 0) -> Decisio
         why = f"prompts are computed in cells of {cell_tokens} tokens, and prefixes reused in whole cells"
         if streamed_from:
             why += f"; those of {streamed_from} tokens and more are streamed"
-    return Decision("deterministic", "on", "on", f"{why}; experts do not move")
+    return Decision("deterministic", "on", "on", f"{why}; the placement of experts is static")

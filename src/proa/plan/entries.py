@@ -24,12 +24,12 @@ class Entries:
         return self.state_runs * self.run_bytes
 
     def words(self, runs: int) -> str:
-        """What so many runs and a copy of states hold."""
+        """Describe what so many runs and a copy of states hold."""
         return f"{runs * self.run_tokens} tokens" + (" and a copy of states" if self.state_runs else "")
 
     @property
     def note(self) -> str:
-        """What a copy of states takes, for the start-up table; empty without states."""
+        """The size of a copy of states, for the start-up table; empty for a model without states."""
         if not self.state_runs:
             return ""
         tokens = self.state_runs * self.run_tokens

@@ -58,7 +58,7 @@ class Short:
 
 
 def fit(case: Case) -> Fitted:
-    """Do reach() for a model in RAM. Raises UsageError as it does, ResourceError if memory does not suffice."""
+    """Fit a model in RAM, as `reach` does. Raises UsageError as it does, ResourceError if memory does not suffice."""
     got = reach(case)
     if isinstance(got, Short):
         raise _refusal(case, got)
@@ -72,8 +72,6 @@ def reach(case: Case) -> Fitted | Short:
     """
     asked, need = case.options.cache.context, case.need
     full = supported_context(case.spec)
-    if asked is not None and asked > full:
-        raise _too_long(case.model, asked, full)
     given = _pages_asked(case)
     longest = full if given is None else min(full, given * need.page_tokens)
 
@@ -89,7 +87,7 @@ def reach(case: Case) -> Fitted | Short:
     return Fitted(context, pages, (_context_row(case, context, full), _pages_row(case, context, pages)))
 
 
-def least_bytes(case: Case) -> int:
+def least_context_bytes(case: Case) -> int:
     """Bytes of the least context; if they do not fit, the model is refused. Raises UsageError as `reach` does."""
     given = _pages_asked(case)
     least = _least_context(case, given)
@@ -115,8 +113,11 @@ def supported_context(spec: Model) -> int:
 
 
 def _pages_asked(case: Case) -> int | None:
-    """Pages that --kv-memory holds; None if it was not given."""
+    """Pages that --kv-memory holds; None if it was not given. Raises UsageError for a context that is longer than the
+    model supports or than they hold."""
     asked, need, context = case.options.cache.kv_memory, case.need, case.options.cache.context or 1
+    if context > (full := supported_context(case.spec)):
+        raise _too_long(case.model, context, full)
     if asked is None:
         return None
     pages = asked // need.page_bytes

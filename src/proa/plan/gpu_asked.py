@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from proa.config.options import GpuOptions
+from proa.config.parse import given_options
 from proa.config.value import parse_size
 from proa.errors import UsageError
-from proa.obs.units import format_bytes
 from proa.types import Decision
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
@@ -53,18 +53,11 @@ def asked_gpu(text: str) -> AskedGpu:
 def unused_rows(asked: GpuOptions) -> tuple[Decision, ...]:
     """Rows for GPU options that were given but have no effect, since no GPU is used. --gpu and --save-expert-counts
     have rows of their own."""
-    given = {f.name: getattr(asked, f.name) for f in fields(asked) if getattr(asked, f.name) != f.default}
     return tuple(
-        Decision(f"--{name.replace('_', '-')}", _shown(value), "none", "no GPU is used")
-        for name, value in given.items()
-        if name not in ("gpu", "save_expert_counts") and value != "none"
+        Decision(f"--{given.name.replace('_', '-')}", given.value, "none", "no GPU is used")
+        for given in given_options(asked)
+        if given.name not in ("gpu", "save_expert_counts") and given.value != "none"
     )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return format_bytes(value) if isinstance(value, int) else str(value)
 
 
 def asked_experts(text: str) -> int | Literal["auto", "all"]:

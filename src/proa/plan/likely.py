@@ -1,5 +1,5 @@
-"""Which choices of a loaded model are likely the fastest, so that a trial compares only those. Pure. Never: measuring,
-loading.
+"""Predicts which choices (co-fetch and read ahead, on or off) are likely the fastest for a loaded model: a trial then
+compares only these. Pure. Never: measuring, loading.
 
 Decode of one request is predicted as in predict.py, from the plan's roof. Two choices whose predictions differ by less
 than the error of a prediction cannot be told apart without a trial (docs/planning.md).
@@ -19,8 +19,8 @@ ERROR = 0.25  # of predictions: most are within it, the exceptions are listed in
 
 
 def likely(plan: Plan, able: Choices, in_place: InPlaceRates | None) -> tuple[Choices, ...]:
-    """The rule, which is to use all that the model is able to, then the other choices predicted to take at most
-    1 + ERROR times as long as the fastest. in_place: as measured at start; None: unknown."""
+    """The default, which is everything that the model is able to do; then the other choices that are predicted to take
+    at most 1 + ERROR times as long as the fastest. in_place: as measured at start; None: unknown."""
     every = [
         Choices(*on) for on in product(*((True, False)[not is_able :] for is_able in (able.co_fetch, able.read_ahead)))
     ]
@@ -35,9 +35,8 @@ def decode_seconds(plan: Plan, choices: Choices, in_place: InPlaceRates | None) 
     if gpu is None:
         raise ValueError("only a plan with a GPU has these choices")
     ram = RAM_SHARE * roof.bandwidth_bytes_per_s
-    ranks = [rank for stage in roof.vram for rank in stage]
-    dense_s = sum(of.dense_bytes_per_token / (VRAM_SHARE * of.bandwidth_bytes_per_s) for of in ranks)
-    resident_s = sum(of.expert_bytes_per_token / (VRAM_SHARE * of.bandwidth_bytes_per_s) for of in ranks)
+    vram, rate = roof.vram[0][0], VRAM_SHARE * roof.vram[0][0].bandwidth_bytes_per_s
+    dense_s, resident_s = vram.dense_bytes_per_token / rate, vram.expert_bytes_per_token / rate
     beside = _beside(in_place, ram) if choices.co_fetch else 0.0
     ram_s = roof.bytes_per_token / (ram + beside)
     return _fixed_s(gpu) + step_seconds(dense_s, resident_s, ram_s, read_ahead=choices.read_ahead)

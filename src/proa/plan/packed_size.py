@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from proa.models.spec import Model, Moe
-from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Format, kept_form, layout
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, kept_form, layout
 from proa.weights.dummy_names import is_coded
 
 BF16 = frozenset({"BF16"})
@@ -104,8 +104,10 @@ def _stack(name: str) -> str:
     return name
 
 
-def bf16_bytes(rows: int, columns: int) -> int:
-    """Bytes of a bfloat16 matrix in panels, of any size: the layout's, without its limits."""
+def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
+    """Bytes of a matrix in panels. In bfloat16 it may have any size: the layout's formula, without its limits."""
+    if form != BF16_FORM:
+        return layout(form.format, rows, columns, form.group).matrix_bytes
     return 2 * -(-rows // PANEL_ROWS) * PANEL_ROWS * -(-columns // COLUMN_UNIT) * COLUMN_UNIT
 
 
@@ -115,10 +117,7 @@ def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
         return prod(shape) * 4
     if table:
         return prod(shape) * 2
-    form, group = kept_form(stored, shape[-1])
-    if (form, group) == BF16_FORM:
-        return bf16_bytes(*shape)
-    return layout(Format(form), shape[0], shape[1], group).matrix_bytes
+    return packed_bytes(*shape, kept_form(stored, shape[-1]))
 
 
 def _read_share(spec: Model, name: str) -> float:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from proa.models.ranks import CPU
 from proa.models.spec import Model, Moe
-from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form
 from proa.plan.expert_counts import Counts
-from proa.plan.packed_size import bf16_bytes, expert_forms
+from proa.plan.packed_size import expert_forms, packed_bytes
 from proa.plan.plan import Owners
 
 BF16_BYTES = 2
@@ -66,13 +66,6 @@ def ram_bias_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]]
         0 if inclusive or not ids else layer.experts - len(ids) for layer, ids in zip(layers, resident, strict=True)
     ]
     return sum(layer.bias_bytes * (layer.experts + more) for layer, more in zip(layers, again, strict=True))
-
-
-def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
-    """Bytes of a matrix in panels; for bfloat16, rows are padded to 16 and columns to 32."""
-    if form != BF16_FORM:
-        return layout(form.format, rows, columns, form.group).matrix_bytes
-    return bf16_bytes(rows, columns)
 
 
 def place(

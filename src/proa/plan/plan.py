@@ -79,7 +79,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of one rank's GPU: everything but the routed experts that are not resident.
+    """One rank's GPU, which computes everything but the routed experts of other ranks and of the CPU.
 
     `blocks`, `expert_bytes` and `owners` have one entry for each MoE layer, in the model's order.
     """

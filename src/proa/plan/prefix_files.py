@@ -1,4 +1,4 @@
-"""Whether the prefix cache is kept in files (--prefix-cache-dir, --prefix-cache-disk). Never: opening them."""
+"""Decides whether the prefix cache is kept in files (--prefix-cache-dir, --prefix-cache-disk). Never: opening them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from proa.types import Decision
 BUFFERS = 3  # of an entry each, in RAM: of the threads that write and read (engine/executors/page_tiers.py)
 HEADER_BYTES = 4096  # more than the header of a file
 
+NO_COPIES = "there are no copies of states, so the prefix cache is off"
+
 _ROW = "prefix cache files"
 
 
 @dataclass(frozen=True)
 class FilesAsked:
-    """files: None if there are none, or none are possible. buffer_bytes: RAM that their threads need."""
+    """files: None if none are asked for, or none are possible. buffer_bytes: RAM for the buffers of their threads."""
 
     files: PrefixFiles | None
     decisions: tuple[Decision, ...] = ()
@@ -28,8 +30,8 @@ class FilesAsked:
 
 
 def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked:
-    """Raises UsageError if only one of both options is given, or one run of pages, with a copy of states if the model
-    has them, does not fit."""
+    """Decide on the files. Raises UsageError if only one of both options is given, or one run of pages, with a copy of
+    states if the model has them, does not fit."""
     folder, limit = options.cache.prefix_cache_dir, options.cache.prefix_cache_disk
     if folder is None and limit is None:
         return FilesAsked(None)
@@ -59,10 +61,10 @@ def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked
 
 
 def without_copies(asked: FilesAsked, copies: int, need: Demand) -> FilesAsked:
-    """No files if the plan has no copy of states that prompts could continue from."""
+    """Drop the files if the model has recurrent states, but the plan no copy of them to resume prompts from."""
     if asked.files is None or copies or not need.copy_bytes:
         return asked
-    return _none(format_bytes(asked.files.limit_bytes), "there are no copies of states, so the prefix cache is off")
+    return _none(format_bytes(asked.files.limit_bytes), NO_COPIES)
 
 
 def _none(word: str, why: str) -> FilesAsked:

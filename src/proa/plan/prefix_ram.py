@@ -1,4 +1,4 @@
-"""How much RAM keeps the prefix cache behind that in VRAM (--prefix-cache-ram). Never: allocating it.
+"""Sizes the prefix cache in RAM, which holds pages that left VRAM (--prefix-cache-ram). Never: allocating it.
 
 A size that was asked for is set aside before experts are placed; `auto` takes what the placement leaves.
 """
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from proa.config.options import CacheOptions
 from proa.errors import UsageError
 from proa.machine.machine import Gpu
-from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.entries import Entries, entries
 from proa.plan.fit import Case, size_flag
 from proa.plan.plan import MemoryBudget
-from proa.plan.prefix_files import BUFFERS
+from proa.plan.prefix_files import BUFFERS, NO_COPIES
 from proa.types import Decision
 
 LEAST_RUNS = 4  # with less room there is no tier; and a copy of states, if the model has them
@@ -27,7 +27,6 @@ MOST_OF_KV, SHARE_OF_FREE = 8, 4  # auto: at most so many times the KV cache in 
 SMALL_BYTES, SMALL_SEGMENT_BYTES, MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 1 << 20, 2 << 20, 10 << 20, 20 << 20
 
 _ROW = "prefix cache in RAM"
-_NO_COPIES = "there are no copies of states, so the prefix cache is off"
 
 
 @dataclass(frozen=True)
@@ -58,21 +57,18 @@ def bytes_aside(case: Case) -> int:
 def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int, copies: int) -> RamTier:
     """Add the tier to the RAM of a plan that was made with `bytes_aside` less. kv_bytes: the KV cache in VRAM. copies:
     of recurrent states, there."""
-    aside, asked = bytes_aside(case), case.options.cache.prefix_cache_ram
-    if aside and case.need.copy_bytes and not copies:
-        memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside)
-        return RamTier(memory, _none(case, _NO_COPIES))
+    aside = bytes_aside(case)
+    memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside)
+    if case.options.cache.prefix_cache_ram == 0:
+        return RamTier(memory, _none(case, "as asked"))
+    if why := _hindrance(case) or (NO_COPIES if case.need.copy_bytes and not copies else ""):
+        return RamTier(memory, _none(case, why))
     if aside:
         row = _row(case, aside, f"as asked, {_pinned(gpu)}")
-        memory = msgspec.structs.replace(memory, reserve_bytes=memory.reserve_bytes - aside, prefix_cache_bytes=aside)
-        return RamTier(memory, row)
-    if asked == 0:
-        return RamTier(memory, _none(case, "as asked"))
-    if why := _hindrance(case) or (_NO_COPIES if case.need.copy_bytes and not copies else ""):
-        return RamTier(memory, _none(case, why))
+        return RamTier(msgspec.structs.replace(memory, prefix_cache_bytes=aside), row)
     size = entries(case.need)
     if gpu.simulated:
-        why = "a simulated GPU's KV cache lies in RAM already; with a size it is kept all the same"
+        why = "a simulated GPU's KV cache is in RAM already; --prefix-cache-ram SIZE adds this tier all the same"
         return RamTier(memory, _none(case, why))
     limits = {
         "what is left of RAM": memory.usable_bytes - memory.used_bytes,
@@ -89,9 +85,7 @@ def with_tier(case: Case, gpu: Gpu, memory: MemoryBudget, kv_bytes: int, copies:
 
 def none_on_cpu(case: Case) -> Decision:
     """The row of a plan without a GPU."""
-    why = (
-        "as asked" if case.options.cache.prefix_cache_ram == 0 else "the KV cache lies in RAM already: see --kv-memory"
-    )
+    why = "as asked" if case.options.cache.prefix_cache_ram == 0 else "the KV cache is in RAM already: see --kv-memory"
     return _none(case, why)
 
 
@@ -107,10 +101,9 @@ def too_large(case: Case, memory: MemoryBudget) -> UsageError:
     )
 
 
-def copies_bytes(case: Case, need: Demand, spec: Model, kv_elem_bytes: int) -> int:
+def copies_bytes(asked: CacheOptions, need: Demand) -> int:
     """VRAM that the threads which copy pages to RAM or files need, each on a stream of its own: a run, page
     numbers, and a table of the caches' tensors. Copies of states need none."""
-    asked = case.options.cache
     none = asked.prefix_cache_ram == 0 and asked.prefix_cache_dir is None
     if none or not asked.prefix_cache or not need.page_bytes:
         return 0
@@ -126,7 +119,7 @@ def _least_bytes(size: Entries) -> int:
 
 
 def _hindrance(case: Case) -> str:
-    """Why no pages are kept, whatever was asked for; empty: nothing hinders."""
+    """The reason why no pages can be kept in RAM, whatever was asked for; empty if they can."""
     if not case.options.cache.prefix_cache:
         return "the prefix cache is off"
     return "" if case.need.page_bytes else "the model has no KV pages"

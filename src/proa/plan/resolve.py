@@ -38,7 +38,7 @@ from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
-from proa.plan.turns import asked_gap, batch_row, gap_limit, turn_tokens
+from proa.plan.turns import batch_row, gap_limit, turn_tokens
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -75,7 +75,7 @@ def resolve(
                 kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts)  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     files = without_copies(files, placed.need.copies, need)
-    limit, limit_row = gap_limit(asked, asked_gap(asked.max_itl), placed.gpu, placed.roof)
+    limit, limit_row = gap_limit(asked, placed.gpu, placed.roof)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
@@ -241,7 +241,7 @@ def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, b
         raise UsageError(
             f"The native kernels cannot compute {case.model}: {why}.", "Use --dtype float32: plain torch, slower."
         )
-    deferral_rows(case.options.gpus.deferred_experts, case.model, None, case.spec, why_no_gpu)  # refused
+    deferral_rows(case.options.gpus.deferred_experts, case.model, None, case.spec, why_no_gpu)  # raises if asked for
     case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(

@@ -10,7 +10,7 @@ from proa.config.options import EngineOptions
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
-from proa.ops.sizes import EXPERT_ALIGNMENT_BYTES, RING_BANKS
+from proa.ops.sizes import RING_BANKS
 from proa.plan.cells import Cells
 from proa.plan.deterministic import cells_beside_cpu
 from proa.plan.placement import MoeLayer
@@ -53,10 +53,10 @@ def plan_ring(
         return RingPlan(why="--max-itl none: prompts share steps with decode")
     largest, expert_bytes = max(of.total_bytes for of in layers), max(of.expert_bytes for of in layers)
     room_bytes = int(min(MOST_SHARE * budget_bytes, MOST_OF_EXPERTS * max(0, left_bytes)))
-    nbytes = min(RING_BANKS * _aligned(largest), room_bytes)
+    nbytes = min(RING_BANKS * sizes.aligned(largest), room_bytes)
     if nbytes < RING_BANKS * LEAST_EXPERTS * expert_bytes:
         return RingPlan(why=f"a ring of {format_bytes(room_bytes)}, as VRAM allows, would hold too few experts")
-    bank_bytes = _bank_bytes(nbytes)
+    bank_bytes = sizes.bank_bytes(nbytes)
     groups = max(sizes.ring_groups(layer.experts, layer.expert_bytes, bank_bytes) for layer in layers)
     share = ROWS_SHARE if groups == 1 else ROWS_SHARE_IN_GROUPS
     cells = cells_beside_cpu(spec, layers, options, batch_tokens)
@@ -66,8 +66,8 @@ def plan_ring(
         tokens = max(least, _whole(tokens // 2, grain))
     why = "a layer's experts are copied to the GPU while it computes the layer before"
     if groups > 1:
-        per_bank = bank_bytes // expert_bytes
-        why = f"a layer's experts are copied to the GPU in {groups} groups of up to {per_bank}, while it computes"
+        of = f"{groups} groups of up to {bank_bytes // expert_bytes}"
+        why = f"a layer's experts are copied to the GPU in {of}, each while it computes the one before"
     rows_bytes = _rows_bytes(spec, options, tokens, least, groups)
     return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why, cells)
 
@@ -85,14 +85,6 @@ def ring_row(asked: str, got: RingPlan) -> Decision:
 
 def _whole(tokens: int, grain: int) -> int:
     return -(-tokens // grain) * grain
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // EXPERT_ALIGNMENT_BYTES) * EXPERT_ALIGNMENT_BYTES
-
-
-def _bank_bytes(nbytes: int) -> int:
-    return nbytes // RING_BANKS // EXPERT_ALIGNMENT_BYTES * EXPERT_ALIGNMENT_BYTES
 
 
 def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:

@@ -15,7 +15,7 @@ from proa.machine.machine import Gpu
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
-from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
+from proa.plan.fit import Case, Fitted, Short, least_context_bytes, listed_parts, reach, size_flag
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
@@ -91,11 +91,13 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Experts in VRAM, and the spare slots for moves."""
+    """Experts in VRAM and in RAM, and the spare slots for moves. inclusive: RAM holds all experts."""
 
     strategy: str
     owners: Owners
     inclusive: bool
+    experts_bytes: int  # in VRAM
+    in_ram_bytes: int
     spare: int = 0
     spare_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
@@ -103,6 +105,10 @@ class _Placed:
     @property
     def resident(self) -> tuple[tuple[int, ...], ...]:
         return held_by(self.owners, _RANK)
+
+    def fits(self, room: _Room) -> bool:
+        """True if RAM holds its experts."""
+        return self.inclusive or self.in_ram_bytes <= room.exclusive_bytes
 
 
 def asks_for_experts(asked: GpuOptions) -> bool:
@@ -144,17 +150,14 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
     ring = _ring(case, layers, gpu, budget_bytes, left_bytes, batch_tokens, fitted.context_tokens)
     placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, ring)
-    experts_bytes = resident_bytes(layers, placed.resident)
-    total_bytes = sum(layer.total_bytes for layer in layers)
-    beside = left_bytes - total_bytes if experts_bytes == total_bytes else 0
+    beside = 0 if placed.in_ram_bytes else left_bytes - placed.experts_bytes
     need, graphs = _with_prompt_graphs(case, gpu, need, batch_tokens, beside)
     if asked.vram_moves == "on":
         placed = _with_moves(case, placed)
     if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
-    in_ram_bytes = total_bytes if placed.inclusive else total_bytes - experts_bytes
-    if not placed.inclusive and in_ram_bytes > room.exclusive_bytes:
-        raise _ram_refusal(case, in_ram_bytes, room.exclusive_bytes, experts_bytes)
+    if not placed.fits(room):
+        raise _ram_refusal(case, placed.in_ram_bytes, room.exclusive_bytes, placed.experts_bytes)
     plan = GpuPlan(
         index=gpu.index,
         name=gpu.name,
@@ -162,7 +165,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         capability=gpu.capability,
         numa_node=gpu.numa_node,
         pcie_bytes_per_s=gpu.pcie_bytes_per_s,
-        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes, placed.spare_bytes, ring.total_bytes),
+        vram=_vram_budget(case, gpu, budget_bytes, need, fitted, placed, ring),
         placement=placed.strategy,
         blocks=tuple(layer.block for layer in layers),
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
@@ -174,13 +177,13 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         doorbell=asked.doorbell,
         fp8_activations=asked.fp8_activations,
         deferred=asked.deferred_experts,
-        co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
-        read_ahead=asked.read_ahead == "auto" and experts_bytes < total_bytes,
+        co_fetch=asked.co_fetch == "auto" and placed.in_ram_bytes > 0,
+        read_ahead=asked.read_ahead == "auto" and placed.in_ram_bytes > 0,
         inclusive=placed.inclusive,
         prompt_graphs=graphs,
         save_counts=asked.save_expert_counts if layers else None,
     )
-    weights_bytes = in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive)
+    weights_bytes = placed.in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive)
     memory = _ram_budget(case, plan, weights_bytes, loading_bytes(layers, placed.inclusive), batch_tokens)
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
     rows += _off_rows(asked, plan)
@@ -225,8 +228,8 @@ def _with_prompt_graphs(
     case: Case, gpu: Gpu, need: Demand, batch_tokens: int, left_bytes: int
 ) -> tuple[Demand, bool]:  # fmt: skip
     """The demand with graphs of short prompts, if there are any. left_bytes: of VRAM beside all experts; 0 if some are
-    in RAM, since prompts are then not computed whole. None with --deterministic: kernels depend on the rows that
-    prompts are padded to."""
+    in RAM, since prompts are then not computed whole. There are none with --deterministic: kernels depend on the rows
+    that prompts are padded to."""
     nbytes = prompt_graphs_bytes(case.spec, batch_tokens)
     if gpu.simulated or case.options.scheduler.deterministic or not 0 < nbytes <= left_bytes:
         return need, False
@@ -240,7 +243,7 @@ def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case
     if case.options.gpus.fp8_activations:
         need = with_fp8(need, case.spec, batch_tokens, running)
     if not gpu.simulated:
-        copies = copies_bytes(case, need, case.spec, case.kv_elem_bytes)
+        copies = copies_bytes(case.options.cache, need)
         need = replace(need, workspace_base_bytes=need.workspace_base_bytes + copies)
     return replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
 
@@ -254,8 +257,9 @@ def _place(
 
     def among(budget_bytes: int, strategy: str) -> _Placed:
         owners = place(layers, [budget_bytes], strategy, wish.wanted, wish.whole, counts)
-        inclusive = resident_bytes(layers, held_by(owners, _RANK)) < total_bytes <= room.inclusive_bytes
-        return _Placed(strategy, owners, inclusive)
+        experts_bytes = resident_bytes(layers, held_by(owners, _RANK))
+        inclusive = experts_bytes < total_bytes <= room.inclusive_bytes
+        return _Placed(strategy, owners, inclusive, experts_bytes, total_bytes - (0 if inclusive else experts_bytes))
 
     def with_row(of: _Placed, why: str) -> _Placed:
         return replace(of, decisions=(Decision("expert placement", asked, of.strategy, why),))
@@ -267,18 +271,16 @@ def _place(
     if not layers:
         return static
     if asked in STAYING:
-        return with_row(static, "as asked; experts do not move")
+        return with_row(static, "the placement is static, as asked")
     if not _can_move(layers, static.resident):
         return with_row(static, "no layer has experts both in VRAM and in RAM: none can swap")
     if asked == "auto" and not static.inclusive:
-        why = "RAM keeps no copies, so a swap copies both experts; --expert-placement dynamic does that"
+        why = "RAM keeps no copies, so a swap would copy two experts; --expert-placement dynamic allows that"
         return with_row(static, why)
     spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
     needed_bytes = spare_bytes(layers, spare)
     moving = replace(among(left_bytes - needed_bytes, "dynamic"), spare=spare, spare_bytes=needed_bytes)
-    in_ram_bytes = total_bytes - resident_bytes(layers, moving.resident)
-    fits = moving.inclusive or in_ram_bytes <= room.exclusive_bytes
-    if not fits or not _can_move(layers, moving.resident) or not wish.is_met(layers, moving.resident):
+    if not (moving.fits(room) and _can_move(layers, moving.resident) and wish.is_met(layers, moving.resident)):
         return with_row(static, f"no room for the {format_bytes(needed_bytes)} of VRAM that moving experts need")
     both = "" if moving.inclusive else ", and evicted ones are copied back to RAM"
     first = "at first the most used by --expert-counts, " if counts else ""
@@ -304,16 +306,14 @@ def _place_with_ring(
 ) -> tuple[_Placed, RingPlan, tuple[Decision, ...]]:
     """Place experts, with the ring for prompts unless all are in VRAM. The ring costs resident experts, but never ones
     that were asked for or that RAM cannot hold."""
-    asked, total_bytes = case.options.gpus, sum(layer.total_bytes for layer in layers)
+    asked = case.options.gpus
     alone = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
-    if not layers or resident_bytes(layers, alone.resident) == total_bytes:
+    if not alone.in_ram_bytes:
         return alone, RingPlan(), ()
     if not ring.nbytes:
         return alone, ring, (ring_row(asked.prefill, ring),)
     beside = _place(asked.expert_placement, layers, left_bytes - ring.total_bytes, wish, room, case.counts)
-    in_ram_bytes = total_bytes - resident_bytes(layers, beside.resident)
-    fits = ring.total_bytes <= left_bytes and (beside.inclusive or in_ram_bytes <= room.exclusive_bytes)
-    if fits and wish.is_met(layers, beside.resident):
+    if ring.total_bytes <= left_bytes and beside.fits(room) and wish.is_met(layers, beside.resident):
         return beside, ring, (ring_row(asked.prefill, ring),)
     none = RingPlan(why=f"its ring of {format_bytes(ring.nbytes)} does not fit beside the resident experts")
     return alone, none, (ring_row(asked.prefill, none),)
@@ -383,9 +383,8 @@ def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: in
 
 def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
     """Fit context and pages into the VRAM that experts leave, but at least the context asked for, or the least one."""
-    nothing = reach(replace(case, usable_bytes=0))
-    least = nothing.total_bytes if isinstance(nothing, Short) else 0
-    got = reach(replace(case, usable_bytes=min(case.usable_bytes, max(least, case.usable_bytes - experts_bytes))))
+    left_bytes = max(least_context_bytes(case), case.usable_bytes - experts_bytes)
+    got = reach(replace(case, usable_bytes=min(case.usable_bytes, left_bytes)))
     if isinstance(got, Short):
         listed = listed_parts(case, got, "dense weights", "CUDA")
         vram = case.options.gpus.vram
@@ -400,7 +399,7 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
 
 
 def _vram_budget(
-    gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int, spare: int, ring: int
+    case: Case, gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, placed: _Placed, ring: RingPlan
 ) -> VramBudget:
     return VramBudget(
         total_bytes=gpu.total_bytes,
@@ -412,10 +411,10 @@ def _vram_budget(
         kv_bytes=fitted.num_pages * need.page_bytes,
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
-        experts_bytes=experts,
-        spare_bytes=spare,
+        experts_bytes=placed.experts_bytes,
+        spare_bytes=placed.spare_bytes,
         states_bytes=need.slots_bytes,
-        ring_bytes=ring,
+        ring_bytes=ring.total_bytes,
     )
 
 

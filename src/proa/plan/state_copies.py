@@ -9,7 +9,7 @@ from dataclasses import replace
 from proa.errors import UsageError
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
-from proa.plan.fit import Case, least_bytes, size_flag
+from proa.plan.fit import Case, least_context_bytes, size_flag
 from proa.types import Decision
 
 # A conversation uses two copies, one at its last prompt's end and one in its answer; as many again for branches and for
@@ -28,7 +28,7 @@ def with_copies(case: Case, kept_bytes: int = 0) -> Case:
     if not each_bytes or not case.options.cache.prefix_cache:
         return case
     if asked is None:
-        rest = case.usable_bytes - kept_bytes - least_bytes(case)
+        rest = case.usable_bytes - kept_bytes - least_context_bytes(case)
         wanted = COPIES_PER_REQUEST * case.options.scheduler.max_running
         return replace(case, need=replace(need, copies=min(wanted, max(0, rest) // SHARE_OF_REST // each_bytes)))
     if asked < each_bytes:

@@ -1,4 +1,4 @@
-"""The choice whether prefill and decode share steps or take turns, and its rows of the start-up table. Never: the rules
+"""Chooses whether prefill and decode share steps or take turns, with the rows of the start-up table. Never: the rules
 (machine/cost/turns.py), scheduling turns (engine/)."""
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def asked_gap(text: str) -> GapLimit | None:
 
 
 def gap_limit(
-    asked: SchedulerOptions, given: GapLimit | None, gpu: GpuPlan | None, roof: Roof
-) -> tuple[GapLimit | None, Decision]:
+    asked: SchedulerOptions, gpu: GpuPlan | None, roof: Roof
+) -> tuple[GapLimit | None, Decision]:  # fmt: skip
     """The longest gap between decode steps while a prompt is computed, and its row; None: prompts and decode share
-    steps. given: `asked.max_itl`, parsed. Raises ResourceError for a time that no decode step of this plan keeps to."""
-    least_s = 1 / roof.tokens_per_s
+    steps. Raises UsageError, and ResourceError for a time that no decode step of this plan keeps to."""
+    given, least_s = asked_gap(asked.max_itl), 1 / roof.tokens_per_s
     ample = format_ms(max(0.001, turns.MAX_ITL * least_s)).replace(" ", "")
     if given is not None and given.seconds and given.seconds <= least_s:
         raise ResourceError(

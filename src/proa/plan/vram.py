@@ -18,8 +18,8 @@ from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 from proa.ops import sizes
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, SCORED_ROWS, Demand, logits_bytes, row_bytes
 from proa.plan.kernels import chunks_bytes, long_bytes, partials_bytes
-from proa.plan.packed_size import of_heads
-from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, packed_bytes
+from proa.plan.packed_size import of_heads, packed_bytes
+from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers
 
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels. Measured on an H200 (torch 2.11): 527 MiB for
 # the context, 92 more when weights are loaded, 138 for modules, 32 for cuBLAS, for any model: 789.
@@ -52,20 +52,16 @@ SLOTS_BYTES = 64 << 20
 def dense_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     """Bytes of all parameters but routed experts' matrices: matrices in panels, vectors and experts' biases in float32.
     stored: see `dense_form`."""
-    biases = sum(ffn.experts * bias_bytes(ffn) for ffn in _routed(spec))
+    biases = sum(ffn.experts * bias_bytes(ffn) for ffn in spec.routed.values())
     rest = spec.params(routed=False)
     return biases + sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in rest)
 
 
 def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     """Bytes of dense_bytes that one decoded token reads; an untied embedding counts as 0."""
-    idle_bytes = sum((ffn.experts - ffn.top_k) * bias_bytes(ffn) for ffn in _routed(spec))
+    idle_bytes = sum((ffn.experts - ffn.top_k) * bias_bytes(ffn) for ffn in spec.routed.values())
     lookup_bytes = 0 if spec.tied else _param_bytes((spec.vocab, spec.hidden), BF16_FORM)
     return dense_bytes(spec, stored) - idle_bytes - lookup_bytes
-
-
-def _routed(spec: Model) -> list[Moe]:
-    return list(spec.routed.values())
 
 
 def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
@@ -170,17 +166,17 @@ def _over_bytes(spec: Model, max_running: int, tokens: int) -> int:
 
 def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None = None) -> int:
     """Bytes on the GPU for the rows of a step: activations, experts' workspaces, copies of rows to and from the CPU."""
-    passing = max((6 * ffn.hidden for ffn in _routed(spec)), default=0)
+    passing = max((6 * ffn.hidden for ffn in spec.routed.values()), default=0)
     experts = experts_bytes(spec, stored or {}, batch_tokens)
     return batch_tokens * (row_bytes(spec) + passing) + experts + chunks_bytes(spec, batch_tokens)
 
 
 def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
     """Workspaces between the kernels of experts, one for each padded size: layers with experts of one size share it."""
-    top_k = max((ffn.top_k for ffn in _routed(spec)), default=0)
+    top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
     shapes = {
         (ffn.experts, ffn.hidden, _padded_columns(ffn, layer.forms[1]))
-        for ffn, layer in zip(_routed(spec), moe_layers(spec, stored), strict=True)
+        for ffn, layer in zip(spec.routed.values(), moe_layers(spec, stored), strict=True)
     }
     return sum(sizes.expert_space_bytes(batch_tokens, top_k, *shape) for shape in shapes)
 
@@ -189,8 +185,7 @@ def beside_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> i
     """Bytes on the GPU for prompts beside decode steps, on a stream of their own: cuBLAS's workspace, segments of the
     allocator and sums of packed linear layers once more, and workspaces of experts for the few rows of decode steps."""
     few = min(batch_tokens, sizes.FEW_ROWS - 1)
-    packed = linear_bytes(spec, stored).keys() - {Format.BF16}
-    sums = LINEAR_PARTIAL_BYTES if packed else 0
+    sums = LINEAR_PARTIAL_BYTES if _has_packed(spec, stored) else 0
     return CUBLAS_BYTES + ALLOCATOR_BYTES // 2 + sums + experts_bytes(spec, stored, few)
 
 
@@ -221,7 +216,7 @@ def angles_bytes(spec: Model, batch_tokens: int) -> tuple[int, int]:
 
 def _hybrid_bytes(spec: Model, batch_tokens: int) -> int:
     """Bytes of residency tables and fault records."""
-    routed = _routed(spec)
+    routed = list(spec.routed.values())
     if not routed:
         return 0
     tables = sizes.residency_bytes(len(routed), max(ffn.experts for ffn in routed))
@@ -237,7 +232,7 @@ def host_workspace_bytes(spec: Model, max_running: int, batch_tokens: int) -> in
     """RAM that steps need: transfers between CPU and GPU (rows in bfloat16, sums in float32, two steps in flight), the
     activations of the CPU's experts, and logits sampled on the CPU."""
     passing = 2 * batch_tokens * spec.hidden * (2 + 4)
-    routed = _routed(spec)
+    routed = list(spec.routed.values())
     experts = max((batch_tokens * ffn.top_k * ffn.width * 4 for ffn in routed), default=0)
     return logits_bytes(spec, max_running) + passing + experts + (SLOTS_BYTES if routed else 0)
 
@@ -248,8 +243,12 @@ def loading_bytes(layers: Sequence[MoeLayer], inclusive: bool) -> int:
 
 
 def _linear_workspace_bytes(spec: Model, stored: Mapping[str, str]) -> int:
-    packed = linear_bytes(spec, stored).keys() - {Format.BF16}
-    return LINEAR_PARTIAL_BYTES + sizes.UNPACKED_BYTES if packed else 0
+    return LINEAR_PARTIAL_BYTES + sizes.UNPACKED_BYTES if _has_packed(spec, stored) else 0
+
+
+def _has_packed(spec: Model, stored: Mapping[str, str]) -> bool:
+    """True if a linear layer is kept in another format than bfloat16."""
+    return bool(linear_bytes(spec, stored).keys() - {Format.BF16})
 
 
 def _param_bytes(shape: tuple[int, ...], form: Form) -> int:

@@ -18,7 +18,7 @@ ABOUT = 1.03  # divisions that take this much longer than the fastest count as e
 DECIDE_S = 2e-4  # of reading a layer's routing and dividing its experts by it, until that is measured
 LEAD = 1.25  # copies queued before the routing is known take so many times as long as the GPU is expected to need
 LEAST_HEAD = 0.25  # of the experts that are expected to be copied, queued before the routing is known
-PROBED_LAYERS = 2  # of a pass, divided by their routing, after which it shows whether that gains in this prompt
+PROBED_LAYERS = 2  # first layers of a pass, divided by their routing to find out if that gains time for this prompt
 MOST_FACTOR = 8.0  # between a measurement and the estimate before it: beyond, something else disturbed the machine
 
 
@@ -52,7 +52,7 @@ class GpuCost:
 
 @dataclass(frozen=True)
 class PrefillRates:
-    """What a layer's experts cost on either side. Values, updated by `after_*`."""
+    """The cost of a layer's experts on GPU and CPU. Immutable: `after_*` return the updated rates."""
 
     copy_bytes_per_s: float  # RAM to VRAM, while the CPU computes
     cpu: CpuExpertCost
@@ -231,8 +231,9 @@ def head(experts: int, expert_bytes: int, tokens: int, rates: PrefillRates) -> i
 def routing_gain_s(
     tokens_of: Tokens, routed: Division, expert_bytes: int, tokens: int, rates: PrefillRates
 ) -> float:  # fmt: skip
-    """By how much a layer ends earlier if it is divided by its routing, than by the best number of experts to copy,
-    taken in this order: a division beforehand comes near that, as rates adapt to it. tokens_of: of each expert."""
+    """Seconds by which a layer ends earlier if it is divided by its routing, compared with copying the first n experts
+    for the best n, which divisions made beforehand approach as rates adapt. tokens_of: of each expert, in the order in
+    which they would be copied."""
     gpu, cpu_s = rates.gpu(tokens), _cpu_s(tokens_of, rates)
     copies_s = np.arange(len(cpu_s)) * expert_bytes / rates.copy_bytes_per_s
     before_s = float(np.maximum(copies_s, gpu.own_s + np.maximum(cpu_s, gpu.experts_s)).min())

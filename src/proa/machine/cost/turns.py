@@ -78,7 +78,7 @@ def blocks_alone(block_s: float) -> int:
 
 
 def beside_pays(copied_s: float, divided_s: float, share: float) -> bool:
-    """Whether a prompt is done sooner beside decode steps, with all its experts copied, than in turns with them.
+    """True if a prompt ends sooner beside decode steps, with all its experts copied, than in turns with them.
     copied_s, divided_s: its time alone with all experts copied, and as divided with the CPU; share: of the time, in
     turns."""
     return copied_s * share <= divided_s * BESIDE_SPEED
