@@ -99,11 +99,6 @@ async def prompt_of(llm: AsyncLLM, chat: Chat) -> Prompt:
     return Prompt(await encode_text(llm, rendered.text, "messages", add_special_tokens=False), headers)
 
 
-async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
-    """Return the tokens of `prompt_of`."""
-    return (await prompt_of(llm, chat)).tokens
-
-
 async def encode_text(llm: AsyncLLM, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
     """Tokenise a text; a long one in a thread, so that the event loop keeps serving other streams.
 
