@@ -182,9 +182,11 @@ def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) 
         read_machine_file(tmp_path)
 
 
-def test_the_rates_of_a_gpu_are_in_the_file() -> None:
+def test_the_rates_of_a_gpu_are_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = GpuRates(copy=3e12, read=3.5e12, upload=5.5e10, products=6e14)
+    monkeypatch.setattr("proa.cli.checks.measure_gpu", lambda index: rates)
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
-    finding = gpu_speed(CARD, measured, lambda index: GpuRates(copy=3e12, read=3.5e12, upload=5.5e10, products=6e14))
+    finding = gpu_speed(CARD, measured)
     assert finding.status == "ok"
     assert finding.detail == "0: VRAM 3500 GB/s, PCIe 55.0 GB/s, bfloat16 products 600 TFLOP/s"
     assert measured.rates is not None
@@ -192,12 +194,13 @@ def test_the_rates_of_a_gpu_are_in_the_file() -> None:
     assert msgspec.structs.astuple(rate) == (0, 3.5e12, 5.5e10, 6e14)
 
 
-def test_a_gpu_that_cannot_be_measured_is_a_finding() -> None:
+def test_a_gpu_that_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(index: int) -> GpuRates:
         raise ResourceError(f"The memory of GPU {index} cannot be measured: out of memory.", "")
 
+    monkeypatch.setattr("proa.cli.checks.measure_gpu", fail)
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
-    finding = gpu_speed(CARD, measured, fail)
+    finding = gpu_speed(CARD, measured)
     assert (finding.status, measured.gpus) == ("note", [])
     assert "0: not measured: The memory of GPU 0 cannot be measured" in finding.detail
     assert finding.remedy

@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "No benchmark is given."
-        names = "latency, serve, kernels, load, hybrid, prefill or restart"
-        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} Choose {names}.".strip())
+        *names, last = BENCHMARKS
+        hint = did_you_mean(word, BENCHMARKS)
+        raise UsageError(shown, f"{hint} Choose {', '.join(names)} or {last}.".strip())
     return load_command(BENCHMARKS[word])(argv[1:])

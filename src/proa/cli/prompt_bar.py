@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -36,9 +35,7 @@ class PromptBar:
     def __enter__(self) -> PromptBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def update(self, progress: PromptProgress) -> None:

@@ -57,7 +57,7 @@ class TextSource(NestedObject):
 
     type: Literal["text", "content"]
     data: str = ""
-    content: list[TextBlock] = Field([])
+    content: list[TextBlock] = Field(default=[])
 
     @field_validator("content", mode="before")
     @classmethod
@@ -135,7 +135,7 @@ TextLike = Annotated[
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: list[TextLike] = Field([])
+    content: list[TextLike] = Field(default=[])
     is_error: bool = False
 
     @field_validator("content", mode="before")

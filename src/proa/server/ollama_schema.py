@@ -25,7 +25,7 @@ class Options(NestedObject):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: StopStrings = Field([])
+    stop: StopStrings = Field(default=[])
     tfs_z: float | None = None
     typical_p: float | None = None
     mirostat: int | None = None
