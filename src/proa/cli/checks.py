@@ -1,4 +1,4 @@
-"""The checks of `proa doctor`: functions that return one or more findings, and measure the machine's rates."""
+"""The checks of `proa doctor`: each returns one or more findings; some measure the machine's rates."""
 
 from __future__ import annotations
 

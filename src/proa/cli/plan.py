@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _prepared(command: PlanCommand) -> tuple[Prepared, Rates]:
-    """Make the plan for the machine of the file, or for this one, and the rates of that machine."""
+    """Plan for the machine of --machine, or for this one; return the plan and that machine's measured rates."""
     from proa.machine.machine_file import Kernels, read_machine_file
     from proa.machine.probe import probe
     from proa.machine.rates import Rates

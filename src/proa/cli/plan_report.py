@@ -46,7 +46,7 @@ class PlanReport:
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """A prompt leaves room for one token of the answer."""
+        """The context without one token, for the answer."""
         return self.start_up.plan.context_tokens - 1
 
 
@@ -88,7 +88,7 @@ def render_planned(report: PlanReport) -> RenderableType:
 
 
 def summary(report: PlanReport) -> Iterator[str]:
-    """The plan in sentences: does it fit, where is what, how long may a prompt be, how fast is it."""
+    """Yield the plan in sentences: whether it fits, where the weights are, the longest prompt, the speed."""
     plan = report.start_up.plan
     yield f"{plan.model} fits. {_placement(plan)}"
     requests = f"{plan.max_running} requests run at once" if plan.max_running > 1 else "one request runs at a time"
@@ -164,6 +164,6 @@ def _predictions_table(of: Predictions) -> Table:
 
 
 def _terms(of: Prediction) -> str:
-    """The parts of the time, the longest first, without those below 1 %."""
+    """Format the parts of the predicted time, longest first, without those below 1 %."""
     parts = sorted(of.terms.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {seconds / of.seconds:.0%}" for name, seconds in parts if seconds >= 0.01 * of.seconds)

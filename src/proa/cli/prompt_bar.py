@@ -22,7 +22,7 @@ def can_show(console: Console) -> bool:
 
 
 class PromptBar:
-    """Tokens of the prompt that are computed, and the time left. Use as a context manager, which removes the bar.
+    """Shows how many tokens of the prompt are computed, and the time left. A context manager, which removes the bar.
 
     It appears when the request is SHOWN_AFTER_S old, if at least as much time is left then.
     """

@@ -29,7 +29,7 @@ POSTED: dict[str, type[ApiRequest]] = {
 
 
 def description(paths: dict[str, set[str]]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. paths: of the server's routes, with their methods."""
+    """Return the OpenAPI 3.1 document. paths: {path of a route: its methods}."""
     components: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for path, methods in paths.items():

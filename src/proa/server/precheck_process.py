@@ -29,7 +29,7 @@ from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest
 from proa.server.stored_responses import StoredResponses
 
-MAX_REDUCED_BYTES = 8 << 20  # of what remains: a million tokens are 5 MB of text or 7 MB of token ids
+MAX_REDUCED_BYTES = 8 << 20  # of the reduced body: a million tokens are 5 MB of text or 7 MB of token ids
 _NICENESS = 10  # behind the server and the engine
 
 
@@ -50,7 +50,7 @@ _SCHEMAS = {schema.__name__: schema for schema in POSTED.values()}
 
 
 def checked(llm: AsyncLLM, check: Check, body: bytes) -> Outcome:
-    """Do what the server would do with a request until it generates."""
+    """Validate and tokenise a request as the server would; return its reduced body, or its error."""
     try:
         return Right(_reduced(llm, check, body))
     except ProaError as error:

@@ -167,7 +167,7 @@ async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable
         service.precheck = Precheck(service.llm.source)
     await service.llm.engine.wait_ready()
     gc.collect()
-    gc.freeze()  # modules, tokenizer and app live as long as the process: a full collection took 45 ms to look at them
+    gc.freeze()  # modules, tokenizer and app are never freed: a full collection took 45 ms to scan them
     when_ready()
     await service.llm.engine.wait_ended()
     raise service.llm.engine.failure or EngineDead("The engine stopped by itself.", "Restart the server.")

@@ -82,12 +82,13 @@ class GeneratingRequest(ApiRequest):
         return None
 
     def without_effect(self, params: SamplingParams) -> list[str]:
-        """Name the limits that were cut to what the context leaves, and a budget of reasoning that there is none of."""
+        """Name the token limits that were cut to the room left in the context, and the budget of reasoning if the model
+        does not reason."""
         has_no_reasoning = self.thinking_budget is not None and params.thinking is None
         return [*self.cut_limits(params.max_tokens), *([self.budget_field] if has_no_reasoning else [])]
 
     def cut_limits(self, most_tokens: int | None) -> list[str]:
-        """Name the limits that were cut to `most_tokens`, what the context leaves."""
+        """Name the limits that were cut to `most_tokens`, the room left in the context."""
         return [name for name in self.limits if most_tokens is not None and (getattr(self, name) or 0) > most_tokens]
 
 
@@ -271,7 +272,15 @@ class CompletionRequest(SampledRequest):
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompts(cls, value: Any) -> list[Prompt]:
-        return as_prompts(value)
+        """Normalise a string, a list of strings, a list of token ids, or a list of such lists."""
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and value:
+            if _are(int, value):
+                return [value]
+            if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
+                return value
+        raise ValueError("send a string, a list of strings, a list of token ids, or a list of such lists; none empty")
 
 
 class TokenizeRequest(ApiRequest):
@@ -301,19 +310,6 @@ class DetokenizeRequest(ApiRequest):
     endpoint = "tokenize"
 
     tokens: list[int]
-
-
-def as_prompts(value: Any) -> list[Prompt]:
-    """Normalise a string, a list of strings, a list of token ids, or a list of such lists to a list of prompts. Raises
-    ValueError."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if _are(int, value):
-            return [value]
-        if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
-            return value
-    raise ValueError("send a string, a list of strings, a list of token ids, or a list of such lists; none empty")
 
 
 def _are(kind: type, values: list[Any]) -> bool:
