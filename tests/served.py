@@ -15,10 +15,10 @@ from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
 from proa.llm import AsyncLLM
 from proa.server.listen import bind, url_of
-from proa.server.run import Progress, Shutdown, serve_on
+from proa.server.run import Shutdown, serve_on
 from proa.server.service import Service
 from proa.text.tokenizer import Tokenizer
-from proa.types import EngineRequest
+from proa.types import EngineRequest, ProgressCallback
 
 T = TypeVar("T")
 MODEL = "fake"
@@ -91,7 +91,7 @@ class Served:
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
 
-    async def _launch(self, progress: Progress) -> AsyncLLM:
+    async def _launch(self, progress: ProgressCallback) -> AsyncLLM:
         if self._gate is not None:
             progress("downloading", 30, 120)
             await asyncio.to_thread(self._gate.wait)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,10 +33,9 @@ from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, Constraint, EngineRequest, SamplingParams, Thinking
+from proa.types import Chat, Chunk, Constraint, EngineRequest, ProgressCallback, SamplingParams, Thinking
 
 Prompt = str | list[int] | Chat
-Progress = Callable[[str, int, int], None]
 
 _PROMPT_END_TOKENS = 64  # enough to see in which state a prompt leaves its answer
 
@@ -103,7 +102,7 @@ class AsyncLLM:
 
     @classmethod
     async def launch(
-        cls, model: str | Path, options: EngineOptions | None = None, progress: Progress | None = None, *,
+        cls, model: str | Path, options: EngineOptions | None = None, progress: ProgressCallback | None = None, *,
         own_thread: bool = False,
     ) -> AsyncLLM:  # fmt: skip
         """Find and plan `model`, start its engine, and return while it loads (`await llm.engine.wait_ready()`).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -12,6 +12,9 @@ import msgspec
 from proa.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Progress of a download or of loading: (phase, done, total), in bytes or items; total 0: unknown.
+ProgressCallback = Callable[[str, int, int], None]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):

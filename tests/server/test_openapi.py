@@ -18,12 +18,12 @@ def test_description(tokenizer: Tokenizer) -> None:
     assert document["openapi"] == "3.1.0"
     assert {"/health", "/v1/models/{name}", *POSTED} <= set(document["paths"])
     schemas = document["components"]["schemas"]
-    for path, (endpoint, schema) in POSTED.items():
+    for path, schema in POSTED.items():
         reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert reference.rsplit("/", 1)[1] == schema.__name__
         fields = schemas[schema.__name__]["properties"]
         assert set(schema.model_fields) <= set(fields)
-        refused = {row.name for row in REFUSED if row.is_for(endpoint)} - set(schema.model_fields)
+        refused = {row.name for row in REFUSED if row.is_for(schema.endpoint)} - set(schema.model_fields)
         assert all(fields[name]["description"].startswith("Refused") for name in refused)
     assert references(document) <= set(schemas)
 

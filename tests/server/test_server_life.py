@@ -216,6 +216,18 @@ def test_welcome_never_shows_the_key() -> None:
     assert "--api-key" in welcome("http://127.0.0.1:8000", "demo", ServerOptions(host="0.0.0.0"))
 
 
+@pytest.mark.parametrize(
+    ("url", "flags"),
+    [
+        ("http://127.0.0.1:8000", ""),
+        ("http://10.0.0.5:8000", " --host 10.0.0.5"),
+        ("http://[::1]:9000", " --host ::1 --port 9000"),
+    ],
+)
+def test_the_welcome_s_launch_command_finds_this_server(url: str, flags: str) -> None:
+    assert f"proa launch claude demo{flags}    (" in welcome(url, "demo", ServerOptions())
+
+
 def test_welcome_names_the_protocols_and_agents() -> None:
     text = welcome("http://127.0.0.1:9000", "demo", ServerOptions())
     for line in (

@@ -176,6 +176,23 @@ def test_a_retry_that_fails_loses_nothing(stub: Stub) -> None:
     assert said(stub) == [("user", "one"), ANSWER, ("user", "two")]
 
 
+def test_a_retry_that_is_stopped_before_its_answer_loses_nothing(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def stopped(*_: object, **__: object) -> Iterator[Piece]:
+        yield Piece()
+        raise KeyboardInterrupt
+
+    with ApiClient("127.0.0.1", stub.port) as client:
+        session = Session(client, Served("stub-model", "stub-root"), None, {}, console_err())
+        session.repl(Terminal("one"))
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "stream_chat", stopped)
+            session.repl(Terminal("/retry"))
+        session.repl(Terminal("two"))
+    assert said(stub) == [("user", "one"), ANSWER, ("user", "two")]
+
+
 def test_set_and_reset(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     talk(stub, "/set temperature 0.5", "/set seed=7", "/set", "one", "/set temperature default", "two")
     assert (stub.requests[0]["temperature"], stub.requests[0]["seed"]) == (0.5, 7)

@@ -94,8 +94,11 @@ def test_ports() -> None:
         ("rich", "15", ("rich", "15", "")),
     ],
 )
-def test_package_states(requirement: str, installed: str | None, expected: tuple[str, str, str]) -> None:
-    assert package_state(requirement, lambda name: installed) == expected
+def test_package_states(
+    requirement: str, installed: str | None, expected: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proa.cli.checks._installed", lambda name: installed)
+    assert package_state(requirement) == expected
 
 
 CARD = Gpu(

@@ -180,22 +180,24 @@ def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) 
         read_machine_file(tmp_path)
 
 
-def test_the_rates_of_a_gpu_are_in_the_file() -> None:
-    measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
+def test_the_rates_of_a_gpu_are_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = GpuRate(index=0, vram_bytes_per_s=3.5e12, pcie_bytes_per_s=5.5e10, flops_per_s=6e14)
-    finding = gpu_speed(CARD, measured, lambda index: rates)
+    monkeypatch.setattr("proa.cli.checks.measure_gpu", lambda index: rates)
+    measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
+    finding = gpu_speed(CARD, measured)
     assert finding.status == "ok"
     assert finding.detail == "0: VRAM 3500 GB/s, PCIe 55.0 GB/s, bfloat16 products 600 TFLOP/s"
     assert measured.rates is not None
     assert measured.rates.gpus == (rates,)
 
 
-def test_a_gpu_that_cannot_be_measured_is_a_finding() -> None:
+def test_a_gpu_that_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(index: int) -> GpuRate:
         raise ResourceError(f"The memory of GPU {index} cannot be measured: out of memory.", "")
 
+    monkeypatch.setattr("proa.cli.checks.measure_gpu", fail)
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
-    finding = gpu_speed(CARD, measured, fail)
+    finding = gpu_speed(CARD, measured)
     assert (finding.status, measured.gpus) == ("note", [])
     assert "0: not measured: The memory of GPU 0 cannot be measured" in finding.detail
     assert finding.remedy

@@ -39,6 +39,7 @@ from proa.obs.progress import CHECKING, COMPARING
 from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
+from proa.types import ProgressCallback
 
 _BEGIN_SHARE = 0.6  # of the limit: a path that may take longer is not begun
 _PATHS_SHARE = 0.75  # of the limit: a path that runs then is ended; the rest is for the reference
@@ -50,7 +51,6 @@ _WIDE, _THREADS = 1024, 16  # hidden size from which on the reference uses sever
 _RAM_BYTES_PER_S = 100e9  # a stand-in: nothing that is compared depends on it
 
 T = TypeVar("T")
-Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class Report:
 
 
 def check(
-    model: str, asked: EngineOptions, seed: int, show: Show, most_bytes: int = SAMPLE_BYTES, limit_s: float = LIMIT_S
+    model: str, asked: EngineOptions, seed: int, show: ProgressCallback, most_bytes: int = SAMPLE_BYTES,
+    limit_s: float = LIMIT_S,
 ) -> Report:  # fmt: skip
     """Check a model. most_bytes: of the sampled layers. limit_s: without the time in which the model is fetched and
     opened. Raises ProaError if it cannot be opened or read, a WeightsError that names the tensor if a file is
@@ -243,7 +244,7 @@ def _measure(report: Report, model: str, asked: EngineOptions, opened: Opened, p
         report.losses.append(loss)
 
 
-def _compare(report: Report, chosen: Sample, end_s: float, show: Show) -> None:
+def _compare(report: Report, chosen: Sample, end_s: float, show: ProgressCallback) -> None:
     declared = chosen.opened.declared
 
     def check_time() -> None:

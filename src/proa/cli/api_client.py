@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -68,9 +67,7 @@ class ApiClient:
     def __enter__(self) -> ApiClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def models(self) -> list[Served] | None:

@@ -1,5 +1,5 @@
-"""The first second of a server's start, before its HTTP libraries are imported: what can be refused is refused, and the
-engine's process begins. Never: the rest of the start (start.py)."""
+"""The first second of a server's start: opens the model's headers and the port, plans, and begins the engine's process.
+Imports no HTTP library, which takes a second: a bad model or port is refused before. start.py does the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proa.server.listen import bind
 
 @dataclass(frozen=True)
 class Begun:
-    """A start whose port is open. prepared: the plan, if the model is here; then the engine's process has begun."""
+    """A start whose port is open. prepared: the plan; None if the model must be downloaded or built first."""
 
     listener: socket.socket
     early: EarlyProcess
@@ -26,8 +26,8 @@ class Begun:
 
 @contextlib.contextmanager
 def begin(model: str, options: ServeOptions) -> Iterator[Begun]:
-    """Open the model and the port, and plan; the engine's process begins as soon as RAM has been measured, and the end
-    of the block ends it if no engine has taken it. Raises ProaError."""
+    """Open the model and the port, and plan. The engine's process begins as soon as RAM has been measured; the end of
+    the block kills it if no engine uses it. Raises ProaError."""
     opened = open_if_here(model, options.engine.model)
     with contextlib.closing(bind(options.server.host, options.server.port)) as listener, EarlyProcess() as early:
         prepared = None

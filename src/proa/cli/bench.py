@@ -30,7 +30,7 @@ Measure a model or the CPU's kernels on this machine, and compare with the hardw
   load     loading a model from its files into memory: GB/s and peak memory
   hybrid   a GPU and the CPU together, with random weights: tokens/s, where a step's time goes
   prefill  a GPU and the CPU together, with random weights: time to first token by the prompt's length, the bound
-  restart  a server is killed and started again: its prefix cache is restored from files
+  restart  kill a server and start it again: its prefix cache is restored from files
 
 latency and serve load a model themselves, or measure a running server with --url. --json prints all figures.
 `proa bench latency --help` etc. show the options of each.
@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "No benchmark is given."
-        names = "latency, serve, kernels, load, hybrid, prefill or restart"
-        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} Choose {names}.".strip())
+        *names, last = BENCHMARKS
+        hint = did_you_mean(word, BENCHMARKS)
+        raise UsageError(shown, f"{hint} Choose {', '.join(names)} or {last}.".strip())
     return load_command(BENCHMARKS[word])(argv[1:])

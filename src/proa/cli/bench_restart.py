@@ -17,7 +17,7 @@ from proa.cli.server_process import server_process
 from proa.config.field import option
 from proa.config.parse import parse, to_argv
 
-SUMMARY = "a server is killed and started again: its prefix cache is restored from files"
+SUMMARY = "kill a server and start it again: its prefix cache is restored from files"
 DISK_BYTES = 64 << 30  # of a temporary folder
 
 

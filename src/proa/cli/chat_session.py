@@ -159,8 +159,9 @@ class Session:
         self._messages.pop()
         try:
             self.ask(self._messages.pop()["content"])
-        except ProaError:
-            self._messages = before
+        except (ProaError, KeyboardInterrupt) as error:
+            if isinstance(error, ProaError) or len(self._messages) < len(before):  # else a partial answer replaces it
+                self._messages = before
             raise
 
     def _save(self, file: str) -> None:

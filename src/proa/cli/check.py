@@ -25,12 +25,12 @@ NO_ANSWER = 7  # exit code; those of errors are in proa/errors.py
 SUMMARY = "compare a model on every path of this machine with the reference"
 EPILOG = """\
 Each path (instruction set, placement of experts, streamed prompts, type of the KV cache, prefixes out of each tier of
-the cache) computes the same prompts as plain torch in float32 from weights that are read apart from the loader. Without
-a GPU, --gpu sim:SIZE has the paths of a simulated one. An op that differs by more than rounding
-explains is named with its layer and experts. Of large models some layers are sampled. The last line is yes (exit code
-0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. Context, KV type, steps
-and requests at once are set by the check, and --fp8-activations is off. --deferred-experts, which is lossy, is off on
-these paths; the KL divergence of what it computes from the exact path is shown, and changes no answer. docs/check.md
+the cache) computes the same prompts as the reference: plain torch in float32, with weights that it reads from the files
+itself. Without a GPU, --gpu sim:SIZE checks the paths of a simulated one. An op that differs by more than rounding
+explains is named with its layer and experts. Large models are checked on a sample of their layers. The last line is yes
+(exit code 0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. The check
+itself sets context, KV type, steps and concurrent requests; --fp8-activations is off. --deferred-experts is lossy: it
+is off on these paths, and its KL divergence from the exact path is shown without effect on the answer. docs/check.md
 explains the table. Stop other engines first: they hold memory."""
 
 
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
             "Leave it out.",
             param="load_format",
         )
-    look_up(command.model, command.engine.model.revision)  # a name that does not exist is refused here
+    look_up(command.model, command.engine.model.revision)  # refuses a name that does not exist
     os.environ.update(child_environ())  # the engine's environment, before torch is imported
     # Torch takes seconds to import: only after the options are checked.
     from proa.check.report import as_json

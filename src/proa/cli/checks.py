@@ -1,4 +1,4 @@
-"""The checks of `proa doctor`: functions that return one or more findings, and measure the machine's rates."""
+"""The checks of `proa doctor`: each returns one or more findings; some measure the machine's rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +76,7 @@ def _python() -> Iterator[Finding]:
     for requirement in needed:
         if "extra ==" in requirement:
             continue
-        name, installed, problem = package_state(requirement, _installed)
+        name, installed, problem = package_state(requirement)
         versions.append(f"{name} {installed}")
         if problem:
             wrong.append(problem)
@@ -85,11 +85,11 @@ def _python() -> Iterator[Finding]:
     yield Finding("packages", "ok", ", ".join(versions))
 
 
-def package_state(requirement: str, installed: Callable[[str], str | None]) -> tuple[str, str, str]:
+def package_state(requirement: str) -> tuple[str, str, str]:
     """Check a requirement such as "torch>=2.11"; return (name, installed version or "missing", problem or "")."""
     match = re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?", requirement)
     name, least = (match[1], match[2]) if match else (requirement, None)
-    version = installed(name)
+    version = _installed(name)
     if version is None:
         return name, "missing", f"{name} is not installed"
     if least and _release(version) < _release(least):
@@ -142,7 +142,8 @@ def _bandwidth(machine: Machine, measured: Examined) -> Finding:
 
 
 def _disks() -> Iterator[Finding]:
-    for name, folder in (("cache", read_env().cache), ("model hub", _hub_cache()), ("temporary", _temporary())):
+    sockets = Path(tempfile.gettempdir())  # the private sockets between Proa's processes
+    for name, folder in (("cache", read_env().cache), ("model hub", _hub_cache()), ("temporary", sockets)):
         yield disk(name, folder)
 
 
@@ -166,11 +167,6 @@ def _hub_cache() -> Path:
     from huggingface_hub import constants  # takes 0.1 s to import, and only `proa doctor` needs it here
 
     return Path(constants.HF_HUB_CACHE)
-
-
-def _temporary() -> Path:
-    """Return the folder of the private sockets between Proa's processes."""
-    return Path(tempfile.gettempdir())
 
 
 def port(host: str, number: int) -> Finding:
@@ -207,11 +203,11 @@ def _computing(machine: Machine, measured: Examined) -> Iterator[Finding]:
     yield Finding("CPU products", "ok", f"{format_flops(flops)}, which limit prompts on the CPU")
 
 
-def gpu_speed(gpu: Gpu, measured: Examined, measure: Callable[[int], GpuRate] = measure_gpu) -> Finding:
+def gpu_speed(gpu: Gpu, measured: Examined) -> Finding:
     """Measure a GPU's VRAM, PCIe link and products in a child process, in some seconds."""
     assert gpu.index is not None
     try:
-        found = measure(gpu.index)
+        found = measure_gpu(gpu.index)
     except ResourceError as e:
         return Finding(
             "GPU speed", "note", f"{gpu.index}: not measured: {e.message}", "Free its memory, and try again."

@@ -1,6 +1,6 @@
 """`proa launch`: starts a coding agent that uses a model served here, and a server if none runs.
 
-The agent's own settings stay untouched: everything is given by its environment, flags or a temporary folder.
+The agent's own settings stay untouched: it is configured by environment variables, flags or a temporary folder.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def main() -> int:
         write_err(f"proa: unexpected error: {what}. Set PROA_LOG=debug for the traceback, and report it.\n")
         return 1
     finally:
-        gc.freeze()  # the process ends: its last collection of garbage would look at all modules, for 0.15 s
+        gc.freeze()  # the garbage collection at exit would scan all modules for 0.15 s
 
 
 def run(argv: Sequence[str]) -> int:

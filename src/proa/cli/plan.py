@@ -52,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
     command = parsed.options
     # Imported here, as --help does not need them.
     from proa.cli.plan_report import PlanReport, plan_json, render_planned
+    from proa.cli.report import Report
     from proa.obs.version import proa_version
     from proa.plan.nodes import node_shares
     from proa.plan.predict import predict
@@ -61,14 +62,11 @@ def run(argv: Sequence[str]) -> int:
     plan = prepared.plan
     work = planned_work(plan, command.engine.model, prepared.declared, prepared.checkpoint)
     report = PlanReport(
-        version=proa_version(),
-        plan=plan,
-        spec=prepared.declared.spec,
+        start_up=Report(proa_version(), plan, prepared.declared.spec, given_options(command.engine, parsed.sources)),
         machine=prepared.machine,
         machine_file=command.machine,
         nodes=node_shares(plan, prepared.machine),
         predictions=predict(plan, work, rates),
-        asked=given_options(command.engine, parsed.sources),
         seconds=time.perf_counter() - begin_s,
     )
     if command.json:
@@ -79,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _prepared(command: PlanCommand) -> tuple[Prepared, Rates]:
-    """Make the plan for the machine of the file, or for this one, and the rates of that machine."""
+    """Plan for the machine of --machine, or for this one; return the plan and that machine's measured rates."""
     from proa.machine.machine_file import Kernels, read_machine_file
     from proa.machine.probe import probe
     from proa.machine.rates import Rates

@@ -25,9 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proa.cli.report import Report, decisions_table, facts_table, grid, options_table, report_json
-from proa.config.parse import GivenOption
 from proa.machine.machine import Machine
-from proa.models.spec import Model
 from proa.obs.units import format_bytes, format_duration, format_flops, format_rate
 from proa.plan.nodes import NodeShare
 from proa.plan.plan import Plan
@@ -39,24 +37,17 @@ from proa.plan.speeds import Speeds
 class PlanReport:
     """The contents of the report. machine_file: the path given; None: this machine."""
 
-    version: str
-    plan: Plan
-    spec: Model
+    start_up: Report
     machine: Machine
     machine_file: str | None
     nodes: Sequence[NodeShare]
     predictions: Predictions
-    asked: Sequence[GivenOption]
     seconds: float
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """A prompt leaves room for one token of the answer."""
-        return self.plan.context_tokens - 1
-
-    @property
-    def start_up(self) -> Report:
-        return Report(self.version, self.plan, self.spec, self.asked)
+        """The context without one token, for the answer."""
+        return self.start_up.plan.context_tokens - 1
 
 
 def plan_json(report: PlanReport) -> dict[str, Any]:
@@ -76,7 +67,8 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
 def render_planned(report: PlanReport) -> RenderableType:
     """Build the text: the summary, then memory, predictions, decisions and options as tables."""
     where = f"for {report.machine.cpu}" + (f", as {report.machine_file} describes it" if report.machine_file else "")
-    facts = facts_table(report.start_up)
+    start_up = report.start_up
+    facts = facts_table(start_up)
     for name, text in _node_rows(report.nodes):
         facts.add_row(name, text)
     for name, text in _speed_rows(report.predictions.speeds):
@@ -85,19 +77,19 @@ def render_planned(report: PlanReport) -> RenderableType:
     for note in report.predictions.notes:
         notes.add_row("note", Text(note))
     return Group(
-        Text(f"Proa {report.version}: plan of {report.plan.model} {where}", style="bold"),
+        Text(f"Proa {start_up.version}: plan of {start_up.plan.model} {where}", style="bold"),
         Text(" ".join(summary(report)) + "\n"),
         facts,
         _predictions_table(report.predictions),
         *([notes] if report.predictions.notes else []),
-        decisions_table(report.plan.decisions),
-        *([options_table(report.asked)] if report.asked else []),
+        decisions_table(start_up.plan.decisions),
+        *([options_table(start_up.asked)] if start_up.asked else []),
     )
 
 
 def summary(report: PlanReport) -> Iterator[str]:
-    """The plan in sentences: does it fit, where is what, how long may a prompt be, how fast is it."""
-    plan = report.plan
+    """Yield the plan in sentences: whether it fits, where the weights are, the longest prompt, the speed."""
+    plan = report.start_up.plan
     yield f"{plan.model} fits. {_placement(plan)}"
     requests = f"{plan.max_running} requests run at once" if plan.max_running > 1 else "one request runs at a time"
     yield f"A prompt may have {report.longest_prompt_tokens} tokens, and {requests}."
@@ -172,6 +164,6 @@ def _predictions_table(of: Predictions) -> Table:
 
 
 def _terms(of: Prediction) -> str:
-    """The parts of the time, the longest first, without those below 1 %."""
+    """Format the parts of the predicted time, longest first, without those below 1 %."""
     parts = sorted(of.terms.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {seconds / of.seconds:.0%}" for name, seconds in parts if seconds >= 0.01 * of.seconds)

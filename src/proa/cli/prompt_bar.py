@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -23,7 +22,7 @@ def can_show(console: Console) -> bool:
 
 
 class PromptBar:
-    """Tokens of the prompt that are computed, and the time left. Use as a context manager, which removes the bar.
+    """Shows how many tokens of the prompt are computed, and the time left. A context manager, which removes the bar.
 
     It appears when the request is SHOWN_AFTER_S old, if at least as much time is left then.
     """
@@ -36,9 +35,7 @@ class PromptBar:
     def __enter__(self) -> PromptBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def update(self, progress: PromptProgress) -> None:

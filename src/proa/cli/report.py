@@ -66,7 +66,7 @@ def report_json(report: Report) -> dict[str, Any]:
     """Build the JSON object described at the top of this file."""
     plan, memory = report.plan, report.plan.memory
     experts = _experts(report.spec)
-    return {
+    described = {
         "proa": report.version,
         "url": report.url,
         "port": report.port,
@@ -91,15 +91,17 @@ def report_json(report: Report) -> dict[str, Any]:
             "page_tokens": plan.page_tokens,
         },
         "gpus": [_gpu_fields(gpu) for gpu in plan.gpus],
-        "options": [{"name": a.name, "value": a.value, "source": a.source} for a in report.asked],
-        "decisions": _rows(plan.decisions),
+        "options": report.asked,
+        "decisions": plan.decisions,
         "roof": {
-            **_builtins(plan.roof),
+            **msgspec.structs.asdict(plan.roof),
             "bound_by": plan.roof.bound_by,
             "tokens_per_s": plan.roof.tokens_per_s,
         },
-        "ready": _ready_fields(report.ready),
+        "ready": None if report.ready is None else msgspec.structs.asdict(report.ready),
     }
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(described))
+    return plain
 
 
 def render_plan(report: Report) -> RenderableType:
@@ -228,23 +230,11 @@ def _experts(spec: Model) -> tuple[int, int]:
 
 
 def _gpu_fields(gpu: GpuPlan) -> dict[str, Any]:
-    fields = _builtins(gpu)
-    fields["vram"]["usable_bytes"] = gpu.vram.usable_bytes
-    resident = [list(ids) for ids in gpu.resident]
-    computed = {"device": gpu.device, "gpu_only": gpu.gpu_only, "experts": list(gpu.experts), "resident": resident}
-    return {**fields, **computed}
-
-
-def _builtins(value: msgspec.Struct) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
-    return plain
-
-
-def _ready_fields(ready: Ready | None) -> dict[str, Any] | None:
-    if ready is None:
-        return None
-    return {**msgspec.structs.asdict(ready), "decisions": _rows(ready.decisions)}
-
-
-def _rows(decisions: Sequence[Decision]) -> list[dict[str, str]]:
-    return [{"name": d.name, "asked": d.asked, "got": d.got, "why": d.why} for d in decisions]
+    return {
+        **msgspec.structs.asdict(gpu),
+        "vram": {**msgspec.structs.asdict(gpu.vram), "usable_bytes": gpu.vram.usable_bytes},
+        "device": gpu.device,
+        "gpu_only": gpu.gpu_only,
+        "experts": gpu.experts,
+        "resident": gpu.resident,
+    }

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -24,8 +24,7 @@ from proa.obs.version import proa_version
 from proa.plan.prepare import Prepared, prepare
 from proa.server.listen import url_of
 from proa.server.run import Shutdown, serve_on
-
-Progress = Callable[[str, int, int], None]
+from proa.types import ProgressCallback
 
 _POLL_S = 0.1
 
@@ -64,7 +63,7 @@ class _Startup:
         else:
             self._welcome.put_nowait(text)
 
-    async def launch(self, progress: Progress) -> AsyncLLM:
+    async def launch(self, progress: ProgressCallback) -> AsyncLLM:
         """Download and plan the model, print the report, start the engine; return while it loads."""
         early = self._begun.early
         prepared = self._begun.prepared or await self._fetch(progress)
@@ -76,7 +75,7 @@ class _Startup:
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 
-    async def _fetch(self, progress: Progress) -> Prepared:
+    async def _fetch(self, progress: ProgressCallback) -> Prepared:
         """Download or build the model, and plan it."""
         with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
             return await asyncio.to_thread(
@@ -113,7 +112,7 @@ class _Startup:
 
 
 @contextlib.contextmanager
-def _interruptible(*reports: Progress) -> Iterator[Progress]:
+def _interruptible(*reports: ProgressCallback) -> Iterator[ProgressCallback]:
     """Yield a progress function for a worker thread. When the block has ended, its next call raises in that thread and
     so stops it."""
     ended = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from proa.machine.machine import Machine
     from proa.machine.rates import RamRate
     from proa.plan.prepare import Prepared
+    from proa.types import ProgressCallback
 
 SUMMARY = "compile a model's GPU kernels before its first start"
 EPILOG = """\
@@ -105,7 +106,7 @@ def _not_measured(asked: MachineOptions, machine: Machine) -> RamRate:
     return RamRate(bytes_per_s=_RAM_BYTES_PER_S, threads=1, pages=(), load=Load(None, 1))
 
 
-def _prepared(command: WarmCommand, show: Callable[[str, int, int], None]) -> Prepared:
+def _prepared(command: WarmCommand, show: ProgressCallback) -> Prepared:
     from proa.machine.absent import with_gpu
     from proa.machine.probe import probe
     from proa.plan.prepare import prepare

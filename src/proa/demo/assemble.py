@@ -13,15 +13,15 @@ from gguf import GGUFReader
 
 from proa.demo.made import STAMP_NAME, TOP_K, is_made, stamp_of
 from proa.demo.safetensors_writer import Dtype, write_safetensors
-from proa.demo.source import Progress
 from proa.demo.split import Split, load_split
 from proa.demo.tensors import moe_tensors
 from proa.demo.tokenizer import write_tokenizer
 from proa.errors import ResourceError, UsageError, WeightsError
+from proa.types import ProgressCallback
 
 
 def assemble(
-    gguf: Path, folder: Path, top_k: int = TOP_K, dtype: Dtype = "bfloat16", progress: Progress | None = None
+    gguf: Path, folder: Path, top_k: int = TOP_K, dtype: Dtype = "bfloat16", progress: ProgressCallback | None = None
 ) -> Path:
     """Build the demo MoE with `top_k` of 16 experts per token in `folder`, unless it is there already; return `folder`.
 
@@ -54,7 +54,7 @@ def assemble(
 
 
 def _write_folder(
-    folder: Path, reader: GGUFReader, split: Split, top_k: int, dtype: Dtype, progress: Progress | None
+    folder: Path, reader: GGUFReader, split: Split, top_k: int, dtype: Dtype, progress: ProgressCallback | None
 ) -> None:
     config = _config(reader, split, top_k, dtype)
     tensors = list(moe_tensors(reader, config, split))

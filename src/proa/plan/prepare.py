@@ -22,6 +22,7 @@ from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.workers import apart
+from proa.types import ProgressCallback
 from proa.weights.checkpoint import Checkpoint
 
 
@@ -62,7 +63,7 @@ def cpu_flops(asked: MachineOptions, machine: Machine, isa: str) -> float:
 def prepare(
     model: str,
     options: EngineOptions | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
     measure: Measure = ram_rate,
     opened: Opened | None = None,
     machine: Machine | None = None,

@@ -1,4 +1,4 @@
-"""Who may call the server, and how often: API keys and requests a minute for each key; the TLS certificate."""
+"""Access to the server: API keys, a limit of requests per minute for each key, and the TLS certificate."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ class Access:
         self._keys = [key.encode() for key in (*options.api_key, *_keys_in(options.api_key_file))]
         self._most = options.requests_per_minute
         self._times_s: defaultdict[bytes, deque[float]] = defaultdict(deque)  # of requests in the window, by key
-
-    @property
-    def needs_key(self) -> bool:
-        return bool(self._keys)
 
     def check(self, headers: Mapping[str, str], *, is_counted: bool) -> None:
         """Raise ApiError 401 without a valid key, 429 if it was used too often. is_counted: this request counts."""

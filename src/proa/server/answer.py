@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
@@ -72,7 +73,7 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
         return ChoiceParser(unused.pop() if unused else job.parser(), one_call=job.one_call)
 
     parsers: defaultdict[Any, ChoiceParser] = defaultdict(new_parser)
-    ended: set[tuple[int, int]] = set()  # by their first call
+    ended: set[tuple[int, int]] = set()  # choices that ended with their first tool call
     streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt, markers=markers) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:
@@ -118,9 +119,12 @@ def _count(usage: Usage, record: RequestRecord, chunk: Chunk, parsed: Parsed) ->
     record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
 
-def copy_usage(usage: Usage) -> Usage:
-    """Copy the counts: a streamed object is serialised later, when `usage` has already changed."""
-    return copy.deepcopy(usage)
+def usage_field(usage: Usage | None, *, comes_last: bool) -> Usage | UnsetType | None:
+    """Return the `usage` of one stream object: a copy, because the counts change before the object is serialised.
+    Without `usage` it is null if they come with the last object (`comes_last`), else left out, as with OpenAI."""
+    if usage is not None:
+        return copy.deepcopy(usage)
+    return None if comes_last else UNSET
 
 
 def _refuse_cut_off(chunk: Chunk) -> None:

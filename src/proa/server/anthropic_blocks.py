@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+
+from proa.server.schema import NestedObject
 
 
 def as_blocks(value: Any) -> Any:
@@ -34,10 +36,8 @@ def _supported(*kinds: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Block(BaseModel):
-    """A content block. Unknown keys are collected and reported in a header."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class Block(NestedObject):
+    """A content block."""
 
     cache_control: Any = None  # without effect: prefixes are always cached
 
@@ -52,14 +52,12 @@ class TextBlock(Block):
     citations: Any = None  # without effect: clients send earlier answers back unchanged
 
 
-class TextSource(BaseModel):
+class TextSource(NestedObject):
     """The content of a document: a text, or text blocks."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "content"]
     data: str = ""
-    content: list[TextBlock] = []
+    content: list[TextBlock] = Field(default=[])
 
     @field_validator("content", mode="before")
     @classmethod
@@ -137,7 +135,7 @@ TextLike = Annotated[
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: list[TextLike] = []
+    content: list[TextLike] = Field(default=[])
     is_error: bool = False
 
     @field_validator("content", mode="before")

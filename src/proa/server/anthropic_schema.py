@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from proa.server.anthropic_blocks import AnyBlock, TextBlock, as_blocks
 from proa.server.constraints import READERS
-from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, GeneratingRequest
+from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, GeneratingRequest, NestedObject
 from proa.types import Constraint
 
 
-class _Part(BaseModel):
-    """A nested object. Unknown keys are collected and reported in a header."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class Turn(_Part):
+class Turn(NestedObject):
     """One message; a string `content` becomes a list of one text block."""
 
     role: Literal["user", "assistant", "system"]
@@ -31,7 +25,7 @@ class Turn(_Part):
         return as_blocks(value)
 
 
-class Tool(_Part):
+class Tool(NestedObject):
     """A tool of the client's, or (with another type than "custom") one that Anthropic's servers would run."""
 
     type: str | None = None
@@ -56,7 +50,7 @@ class Tool(_Part):
         return self
 
 
-class ToolChoice(_Part):
+class ToolChoice(NestedObject):
     """Which tools the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -70,7 +64,7 @@ class ToolChoice(_Part):
         return self
 
 
-class Thinking(_Part):
+class Thinking(NestedObject):
     """Whether the model reasons first, by variables of the chat template."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -84,7 +78,7 @@ class Thinking(_Part):
         return self
 
 
-class OutputConfig(_Part):
+class OutputConfig(NestedObject):
     effort: str | None = None  # without effect
     format: dict[str, Any] | None = None
     task_budget: Any = None  # without effect
@@ -92,6 +86,8 @@ class OutputConfig(_Part):
 
 class CountTokensRequest(ApiRequest):
     """POST /v1/messages/count_tokens: the conversation."""
+
+    endpoint = "messages"
 
     messages: list[Turn] = Field(min_length=1)
     system: list[TextBlock] = Field(default_factory=list)

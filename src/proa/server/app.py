@@ -11,7 +11,7 @@ from starlette.responses import Response
 from proa.errors import ProaError
 from proa.server import generate, models, ollama, openapi, status
 from proa.server.dialect import error_response
-from proa.server.direct import DirectEndpoints, Endpoint
+from proa.server.direct import DirectEndpoints
 from proa.server.errors import ApiError, json_response
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
@@ -24,7 +24,7 @@ def build_app(service: Service) -> FastAPI:
     """Build the HTTP application described in docs/api.md. server/body.py parses bodies instead of FastAPI, so that
     every error has its protocol's format; therefore server/openapi.py makes /openapi.json."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    generating = _generating_endpoints(service)
+    generating = generate.endpoints(service)
     for path, endpoint in generating.items():
         app.post(path, response_model=None)(endpoint)
     _add_ollama_routes(app, service)
@@ -46,37 +46,6 @@ def build_app(service: Service) -> FastAPI:
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
     return app
-
-
-def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
-    """Return the endpoints that generate text, by their paths."""
-
-    async def chat_completions(request: Request) -> Response:
-        return await generate.chat_completions(request, service)
-
-    async def completions(request: Request) -> Response:
-        return await generate.completions(request, service)
-
-    async def responses(request: Request) -> Response:
-        return await generate.responses(request, service)
-
-    async def messages(request: Request) -> Response:
-        return await generate.messages(request, service)
-
-    async def chat(request: Request) -> Response:
-        return await generate.ollama_chat(request, service)
-
-    async def complete(request: Request) -> Response:
-        return await generate.ollama_generate(request, service)
-
-    return {
-        "/v1/chat/completions": chat_completions,
-        "/v1/completions": completions,
-        "/v1/responses": responses,
-        "/v1/messages": messages,
-        "/api/chat": chat,
-        "/api/generate": complete,
-    }
 
 
 def _add_ollama_routes(app: FastAPI, service: Service) -> None:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
-from proa.server.answer import Job, copy_usage
+from proa.server.answer import Job, usage_field
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
 from proa.server.prompts import fitted, prompt_of, read_messages, refuse_too_many, with_reasoning
 from proa.server.replies import (
@@ -149,12 +149,8 @@ class ChatReplyWriter:
         return opening
 
     def _object(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
-        made = ChatChunk(self._id, self._created, self._model, FINGERPRINT, choices)
-        if usage is not None:
-            made.usage = copy_usage(usage)
-        elif self._request.include_usage:
-            made.usage = None
-        return made
+        written = usage_field(usage, comes_last=self._request.include_usage)
+        return ChatChunk(self._id, self._created, self._model, FINGERPRINT, choices, written)
 
     def progress_object(self, progress: PromptProgress) -> ChatChunk:
         """Write the progress of a prompt, as an object without choices."""

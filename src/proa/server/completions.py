@@ -11,7 +11,7 @@ from msgspec import UNSET
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
 from proa.parsers.events import Parsed
-from proa.server.answer import Job, copy_usage
+from proa.server.answer import Job, usage_field
 from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
 from proa.server.prompts import encode_text, fitted, refuse_too_many
 from proa.server.replies import FINGERPRINT, Completion, CompletionChoice, Usage
@@ -149,12 +149,8 @@ class CompletionReplyWriter:
         return piece
 
     def _object(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-        made = Completion(self._id, self._created, self._model, FINGERPRINT, choices)
-        if usage is not None:
-            made.usage = copy_usage(usage)
-        elif self._request.include_usage:
-            made.usage = None
-        return made
+        written = usage_field(usage, comes_last=self._request.include_usage)
+        return Completion(self._id, self._created, self._model, FINGERPRINT, choices, written)
 
     def last_objects(self, usage: Usage) -> Iterator[Completion]:
         yield self._object([], usage)

@@ -59,7 +59,7 @@ class OpenConnections:
         self.all: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
 
-    def has_room(self) -> bool:
+    def make_room(self) -> bool:
         """Close the connection that has waited longest if the limit is reached; False if there is none to close."""
         if len(self.all) < self.most:
             return True
@@ -83,7 +83,7 @@ class Connection(H11Protocol):
         self._was_paused = False  # the server itself had stopped reading when the window began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if not self._opened.has_room():
+        if not self._opened.make_room():
             log.warning("Refused connections with 503: all %d are in use.", self._opened.most)
             transport.write(_BUSY)
             transport.close()

@@ -1,7 +1,7 @@
-"""ASGI middleware that calls the endpoints which generate text, without the steps of FastAPI's routing.
+"""ASGI middleware that calls the endpoints which generate text directly, past FastAPI's routing.
 
-FastAPI matches a route, solves its dependencies and wraps each of a response's messages: 8 % of the server's time for a
-short answer. The same endpoints are FastAPI's routes too, which answer all that is not a POST to their exact path.
+FastAPI matches the route, resolves dependencies and wraps every message of the response: 8 % of the server's time for a
+short answer. The endpoints are FastAPI routes too, for requests that are not a POST to exactly their path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A transport that sends all that is written in one iteration of the event loop by one system call.
+"""A transport that sends all writes of one iteration of the event loop with one system call.
 
 A streamed answer begins with a head and an event, and ends with several events, each of which is a write. A system call
 on a TCP socket costs 20 us or more, because it also wakes the client: a third of the server's time for a short answer.

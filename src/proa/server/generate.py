@@ -20,8 +20,8 @@ from proa.server.anthropic_schema import MessagesRequest
 from proa.server.chat import chat_job
 from proa.server.completions import completion_job
 from proa.server.dialect import Dialect, dialect_of
+from proa.server.direct import Endpoint
 from proa.server.errors import from_proa, internal, json_response
-from proa.server.fields import Endpoint
 from proa.server.intake import ignored_header, read_request
 from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
 from proa.server.responses import responses_job
@@ -36,39 +36,32 @@ R = TypeVar("R", bound=GeneratingRequest)
 MakeJob = Callable[[AsyncLLM, R, str, str], Coroutine[Any, Any, Job]]  # (llm, request, response id, model name)
 
 
-async def chat_completions(request: Request, service: Service) -> Response:
-    return await _generate(request, service, "chat", ChatRequest, chat_job)
+def endpoints(service: Service) -> dict[str, Endpoint]:
+    """Return the endpoints that generate text, by their paths."""
+    return {
+        "/v1/chat/completions": _endpoint(service, ChatRequest, chat_job),
+        "/v1/completions": _endpoint(service, CompletionRequest, completion_job),
+        "/v1/responses": _endpoint(service, ResponsesRequest, partial(responses_job, service.responses)),
+        "/v1/messages": _endpoint(service, MessagesRequest, messages_job),
+        "/api/chat": _endpoint(service, OllamaChatRequest, ollama.chat_job),
+        "/api/generate": _endpoint(service, OllamaGenerateRequest, ollama.generate_job),
+    }
 
 
-async def completions(request: Request, service: Service) -> Response:
-    return await _generate(request, service, "completions", CompletionRequest, completion_job)
+def _endpoint(service: Service, schema: type[R], make_job: MakeJob[R]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return await _generate(request, service, schema, make_job)
+
+    return endpoint
 
 
-async def messages(request: Request, service: Service) -> Response:
-    return await _generate(request, service, "messages", MessagesRequest, messages_job)
-
-
-async def responses(request: Request, service: Service) -> Response:
-    make_job = partial(responses_job, service.responses)
-    return await _generate(request, service, "responses", ResponsesRequest, make_job)
-
-
-async def ollama_chat(request: Request, service: Service) -> Response:
-    return await _generate(request, service, "ollama", OllamaChatRequest, ollama.chat_job)
-
-
-async def ollama_generate(request: Request, service: Service) -> Response:
-    return await _generate(request, service, "ollama", OllamaGenerateRequest, ollama.generate_job)
-
-
-async def _generate(
-    request: Request, service: Service, endpoint: Endpoint, schema: type[R], make_job: MakeJob[R]
-) -> Response:
+async def _generate(request: Request, service: Service, schema: type[R], make_job: MakeJob[R]) -> Response:
     """Serve one request. All checks run before the first byte of the response, so that a refusal has its own status."""
-    asked, ignored = await read_request(request, service, endpoint, schema)
+    asked, ignored = await read_request(request, service, schema)
     if asked.is_empty:
         return ollama.loaded(service)
-    llm, record = service.ready(), record_of(request)
+    llm = service.ready()
+    record: RequestRecord = request.state.record  # of the middleware
     await service.turns.next()
 
     async def answer(send: Send) -> None:
@@ -83,12 +76,6 @@ async def _generate(
             await json_response(folded, headers=headers)(request.scope, request.receive, send)
 
     return WhileConnected(answer)
-
-
-def record_of(request: Request) -> RequestRecord:
-    """Return the record that the middleware attached to this request."""
-    record: RequestRecord = request.state.record
-    return record
 
 
 def _explainer(record: RequestRecord, dialect: Dialect) -> Callable[[Exception], object]:

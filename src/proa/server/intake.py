@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from proa.server.body import decode, read_body
 from proa.server.errors import ApiError, from_validation
-from proa.server.fields import Endpoint, implemented_fields, refuse_unknown
+from proa.server.fields import implemented_fields, refuse_unknown
 from proa.server.precheck import LARGE_BYTES
 from proa.server.schema import ApiRequest
 from proa.server.service import Service
@@ -33,24 +33,24 @@ class Validated(Generic[R]):
     ignored: list[str]
 
 
-async def read_request(request: Request, service: Service, endpoint: Endpoint, schema: type[R]) -> tuple[R, list[str]]:
+async def read_request(request: Request, service: Service, schema: type[R]) -> tuple[R, list[str]]:
     """Return (validated request, names of fields without effect). Raises ApiError or RequestError."""
     strict = service.options.strict
     parts = await service.unless_draining(read_body(request))
     if service.precheck is not None and sum(map(len, parts)) > LARGE_BYTES:
         parts = [await service.precheck.reduced(parts, schema.__name__, strict=strict)]
     await service.turns.next()
-    valid = validated(decode(b"".join(parts)), endpoint, schema, strict=strict)
+    valid = validated(decode(b"".join(parts)), schema, strict=strict)
     unknown = [*valid.unknown, *valid.asked.unknown_options]
     service.warn_unknown(unknown)
     service.check_model(valid.asked.model)
     return valid.asked, [*unknown, *valid.ignored, *valid.asked.unused_options]
 
 
-def validated(body: dict[str, Any], endpoint: Endpoint, schema: type[R], *, strict: bool) -> Validated[R]:
+def validated(body: dict[str, Any], schema: type[R], *, strict: bool) -> Validated[R]:
     """Validate a parsed body. Raises ApiError or RequestError."""
     try:
-        fields, unknown, ignored = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
+        fields, unknown, ignored = implemented_fields(body, schema.model_fields, schema.endpoint, strict=strict)
         asked = schema.model_validate(fields)
     except RecursionError as error:
         raise ApiError(400, "invalid_value", "The request is nested too deeply.") from error

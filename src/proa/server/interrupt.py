@@ -1,4 +1,4 @@
-"""Work of a request that an event ends: the client's disconnect, the server's shutdown."""
+"""Cancels the work of a request when an event happens: the client disconnects, or the server shuts down."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class InterruptedWorkError(Exception):
-    """The event came before the work was done; the work was cancelled, and has cleaned up."""
+    """The event came before the work was done; the work has been cancelled and has cleaned up."""
 
 
 async def unless(event: Callable[[], Coroutine[Any, Any, object]], work: Coroutine[Any, Any, T]) -> T:
     """Await `work` in the calling task, and cancel it when `event()` returns. Raises InterruptedWorkError then.
 
-    Only the event has a task of its own, and nothing waits for its end. With a task for the work too, a request took
-    several iterations of the event loop more, each of which costs about as much as a token.
+    Only the event gets a task, which is not awaited at the end. A second task, for the work, cost several more
+    iterations of the event loop per request; each takes about as long as streaming one token.
     """
     task = asyncio.current_task()
     assert task is not None

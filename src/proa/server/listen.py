@@ -1,4 +1,4 @@
-"""Opens the server's port. Never: libraries of HTTP, since a port in use is refused before they are imported."""
+"""Opens the server's port. Imports no HTTP library: those take a second, and a port in use is refused before."""
 
 from __future__ import annotations
 

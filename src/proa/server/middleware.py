@@ -22,9 +22,8 @@ from proa.server.sse import ClientGoneError
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
-ANTHROPIC_ID_HEADER = "request-id"  # the header that Anthropic's clients read
 OPEN_PATHS = ("/health", "/metrics", "/version")  # without API key, for supervisors and Prometheus
-_ID_HEADERS = (REQUEST_ID_HEADER.encode(), ANTHROPIC_ID_HEADER.encode())
+_ID_HEADERS = (REQUEST_ID_HEADER.encode(), b"request-id")  # the second is read by Anthropic's clients
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _DISCONNECTED = "the client disconnected"
 

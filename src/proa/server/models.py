@@ -14,7 +14,7 @@ from proa.server.anthropic_prompt import as_chat
 from proa.server.anthropic_schema import CountTokensRequest
 from proa.server.errors import json_response
 from proa.server.intake import ignored_header, read_request
-from proa.server.prompts import encode_text, read_messages, tokenize_chat
+from proa.server.prompts import encode_text, prompt_of, read_messages
 from proa.server.schema import DetokenizeRequest, TokenizeRequest
 from proa.server.service import Service
 from proa.types import Chat
@@ -58,7 +58,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 async def tokenize_text(request: Request, service: Service) -> Response:
     """Serve vLLM's /tokenize: {"prompt": text} or {"messages": [...]} -> count, max_model_len, tokens."""
-    asked, ignored = await read_request(request, service, "tokenize", TokenizeRequest)
+    asked, ignored = await read_request(request, service, TokenizeRequest)
     llm = service.loaded()
     tokens = await _tokens_of(llm, asked)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.context_tokens, "tokens": tokens}
@@ -78,19 +78,19 @@ async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
         add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
         continue_final_message=asked.continue_final_message,
     )
-    return await tokenize_chat(llm, chat)
+    return (await prompt_of(llm, chat)).tokens
 
 
 async def count_tokens(request: Request, service: Service) -> Response:
     """Serve Anthropic's /v1/messages/count_tokens: a conversation -> input_tokens."""
-    asked, ignored = await read_request(request, service, "messages", CountTokensRequest)
-    tokens = await tokenize_chat(service.loaded(), as_chat(asked))
-    return json_response({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
+    asked, ignored = await read_request(request, service, CountTokensRequest)
+    prompt = await prompt_of(service.loaded(), as_chat(asked))
+    return json_response({"input_tokens": len(prompt.tokens)}, headers=ignored_header(ignored))
 
 
 async def detokenize_tokens(request: Request, service: Service) -> Response:
     """Serve vLLM's /detokenize: {"tokens": [...]} -> {"prompt": text}, special tokens included."""
-    asked, ignored = await read_request(request, service, "tokenize", DetokenizeRequest)
+    asked, ignored = await read_request(request, service, DetokenizeRequest)
     tokenizer = service.loaded().tokenizer
     for i, token in enumerate(asked.tokens):
         if not 0 <= token < tokenizer.vocab_size:

@@ -1,4 +1,4 @@
-"""Endpoints of other servers that Proa does not have, with the reason: a client is told more than an unknown URL."""
+"""Endpoints of other servers that Proa does not have, with the reason for the error response (501, not 404)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REASONS = {
 
 
 def refusal_of(path: str) -> ApiError | None:
-    """Return the error of an endpoint that is known and not served; None for any other path."""
+    """Return the error for a path of such an endpoint; None for any other path."""
     for start, reason in _REASONS.items():
         if path == start or path.startswith(f"{start}/"):
             return ApiError(501, "not_implemented", f"{start} is not implemented. {reason}")

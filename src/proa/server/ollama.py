@@ -213,7 +213,7 @@ def _details(llm: AsyncLLM) -> dict[str, Any]:
 
 async def show(request: Request, service: Service) -> Response:
     """Serve /api/show."""
-    asked, ignored = await read_request(request, service, "ollama", OllamaShowRequest)
+    asked, ignored = await read_request(request, service, OllamaShowRequest)
     service.check_model(asked.name)
     llm = service.loaded()
     model_info = {"general.architecture": "proa", "proa.context_length": llm.context_tokens}

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import ApiRequest, GeneratingRequest, StopStrings
+from proa.server.schema import ApiRequest, GeneratingRequest, NestedObject, StopStrings
 from proa.types import Constraint
 
 _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
 
 
-class _Part(BaseModel):
-    """A nested object. Unknown keys are collected and reported in a header."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class Options(_Part):
+class Options(NestedObject):
     """Sampling settings. Those of loading a model, such as num_ctx, have no effect."""
 
     num_predict: int | None = None
@@ -31,15 +25,10 @@ class Options(_Part):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: StopStrings = []
+    stop: StopStrings = Field(default=[])
     tfs_z: float | None = None
     typical_p: float | None = None
     mirostat: int | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator(*_NEUTRAL)
     @classmethod
@@ -49,16 +38,16 @@ class Options(_Part):
         return value
 
 
-class Function(_Part):
+class Function(NestedObject):
     name: str
     arguments: dict[str, Any]
 
 
-class Call(_Part):
+class Call(NestedObject):
     function: Function
 
 
-class Message(_Part):
+class Message(NestedObject):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -77,6 +66,7 @@ class Message(_Part):
 class OllamaRequest(GeneratingRequest):
     """Fields common to /api/chat and /api/generate."""
 
+    endpoint = "ollama"
     limits = ()
 
     stream: bool = True
@@ -146,6 +136,8 @@ class OllamaGenerateRequest(OllamaRequest):
 
 class OllamaShowRequest(ApiRequest):
     """POST /api/show; `name` is the older spelling of `model`."""
+
+    endpoint = "ollama"
 
     name: str | None = None
     verbose: bool = False

@@ -14,22 +14,22 @@ from proa.server.responses_schema import ResponsesRequest
 from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _SCHEMAS = "#/components/schemas/"
-POSTED: dict[str, tuple[Endpoint, type[ApiRequest]]] = {
-    "/v1/chat/completions": ("chat", ChatRequest),
-    "/v1/completions": ("completions", CompletionRequest),
-    "/v1/responses": ("responses", ResponsesRequest),
-    "/v1/messages": ("messages", MessagesRequest),
-    "/v1/messages/count_tokens": ("messages", CountTokensRequest),
-    "/api/chat": ("ollama", OllamaChatRequest),
-    "/api/generate": ("ollama", OllamaGenerateRequest),
-    "/api/show": ("ollama", OllamaShowRequest),
-    "/tokenize": ("tokenize", TokenizeRequest),
-    "/detokenize": ("tokenize", DetokenizeRequest),
+POSTED: dict[str, type[ApiRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 
 
 def description(paths: dict[str, set[str]]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. paths: of the server's routes, with their methods."""
+    """Return the OpenAPI 3.1 document. paths: {path of a route: its methods}."""
     components: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for path, methods in paths.items():
@@ -41,17 +41,17 @@ def description(paths: dict[str, set[str]]) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]
         if path in POSTED:
-            _, schema = POSTED[path]
+            schema = POSTED[path]
             operations["post"]["description"] = schema.__doc__
             content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
             operations["post"]["requestBody"] = {"required": True, "content": content}
-    for endpoint, schema in POSTED.values():
+    for schema in POSTED.values():
         whole = schema.model_json_schema(ref_template=_SCHEMAS + "{model}")
         components.update(whole.pop("$defs", {}))
         components[schema.__name__] = whole
         refine(schema, whole["properties"])
         whole["additionalProperties"] = True  # unknown fields are named in a header, or refused with --strict
-        whole["properties"].update(_not_implemented(endpoint, whole["properties"]))
+        whole["properties"].update(_not_implemented(schema.endpoint, whole["properties"]))
     key = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",

@@ -1,5 +1,5 @@
-"""What the types of request classes do not say: forms of messages, prompts and tools, ranges of sampling parameters.
-For /openapi.json; requests are validated elsewhere.
+"""Details of /openapi.json that the types of the request classes lack: forms of messages, prompts and tools, ranges of
+sampling parameters. Requests are not validated by these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 
 
 def _parts(kind: str) -> dict[str, Any]:
-    """A text, or a list of text parts of this type."""
+    """Return the schema of a string, or of a list of text parts of type `kind`."""
     part = _object({"type": {"const": kind}, "text": _TEXT})
     return {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": part}]}
 
@@ -58,7 +58,7 @@ _OF_CLASS: dict[type[ApiRequest], dict[str, Any]] = {
 
 
 def refine(schema: type[ApiRequest], properties: dict[str, Any]) -> None:
-    """Replace the descriptions of fields whose forms are known in more detail, and add ranges to numbers."""
+    """Replace the schemas of fields whose form is known in more detail, and add ranges to sampling parameters."""
     properties.update(_OF_CLASS.get(schema, {}))
     for name, low, high in SAMPLING_RANGES:
         for form in _numbers(properties.get(name, {})):
@@ -66,5 +66,5 @@ def refine(schema: type[ApiRequest], properties: dict[str, Any]) -> None:
 
 
 def _numbers(form: dict[str, Any]) -> list[dict[str, Any]]:
-    """The numeric alternatives of a field."""
+    """Return the numeric alternatives of a field's schema."""
     return [each for each in form.get("anyOf", [form]) if each.get("type") in ("integer", "number")]

@@ -1,7 +1,7 @@
-"""Large bodies are parsed, validated and tokenised in a process of their own first, so that other requests go on.
+"""Parses, validates and tokenises large request bodies in another process, so that other requests go on.
 
-Parsing 30 MiB of JSON holds Python's interpreter lock for hundreds of milliseconds. The process answers with the error
-of the request, or with its body reduced to the fields that are used, which cannot be much longer than the context.
+Parsing 30 MiB of JSON holds Python's interpreter lock for hundreds of milliseconds. The process answers with the
+request's error, or with the body reduced to the fields that are used, which cannot be much longer than the context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proa.server.errors import ApiError
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 512 * 1024  # smaller bodies take some 10 ms
-KEPT_BYTES = 4 << 20  # a process that parsed a larger body is ended: Python keeps some 90 bytes for each of its bytes
+KEPT_BYTES = 4 << 20  # the process is ended after a larger body: Python keeps some 90 bytes for each byte parsed
 SIZE_BYTES = 8  # before each message and each body, little-endian
 
 
@@ -51,8 +51,8 @@ Outcome = Wrong | Right
 
 
 class Precheck:
-    """The process that checks large bodies, one after the other. It is started for the first one, and ends after the
-    last one in a row if it holds much memory then."""
+    """The process that checks large bodies, one at a time. The first one starts it. It is ended when no body waits, if
+    one was larger than KEPT_BYTES."""
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
@@ -109,7 +109,7 @@ class Precheck:
         return self._process
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, even in the middle of a check."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import msgspec
@@ -16,29 +15,22 @@ from proa.llm import AsyncLLM, TextSource
 from proa.obs.units import format_bytes
 from proa.server import ollama
 from proa.server.anthropic import messages_job
-from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from proa.server.anthropic_schema import MessagesRequest
 from proa.server.body import decode
 from proa.server.chat import chat_job
 from proa.server.completions import completion_job
 from proa.server.errors import ApiError, from_proa
-from proa.server.fields import Endpoint
 from proa.server.intake import validated
-from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from proa.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
+from proa.server.openapi import POSTED
 from proa.server.precheck import SIZE_BYTES, Check, Outcome, Right, Wrong
 from proa.server.responses import responses_job
 from proa.server.responses_schema import ResponsesRequest
-from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from proa.server.schema import ApiRequest, ChatRequest, CompletionRequest
 from proa.server.stored_responses import StoredResponses
 
-MAX_REDUCED_BYTES = 8 << 20  # of what remains: a million tokens are 5 MB of text or 7 MB of token ids
+MAX_REDUCED_BYTES = 8 << 20  # of the reduced body: a million tokens are 5 MB of text or 7 MB of token ids
 _NICENESS = 10  # behind the server and the engine
-
-
-@dataclass(frozen=True)
-class _Schema:
-    endpoint: Endpoint
-    schema: type[ApiRequest]
-    make_job: Callable[..., Coroutine[Any, Any, Any]] | None = None
 
 
 async def _response_job(llm: AsyncLLM, request: ResponsesRequest, answer_id: str, name: str) -> None:
@@ -46,25 +38,19 @@ async def _response_job(llm: AsyncLLM, request: ResponsesRequest, answer_id: str
         await responses_job(StoredResponses(1), llm, request, answer_id, name)
 
 
-SCHEMAS = {
-    row.schema.__name__: row
-    for row in (
-        _Schema("chat", ChatRequest, chat_job),
-        _Schema("completions", CompletionRequest, completion_job),
-        _Schema("messages", MessagesRequest, messages_job),
-        _Schema("messages", CountTokensRequest),
-        _Schema("responses", ResponsesRequest, _response_job),
-        _Schema("ollama", OllamaChatRequest, ollama.chat_job),
-        _Schema("ollama", OllamaGenerateRequest, ollama.generate_job),
-        _Schema("ollama", OllamaShowRequest),
-        _Schema("tokenize", TokenizeRequest),
-        _Schema("tokenize", DetokenizeRequest),
-    )
+_JOBS: dict[type[ApiRequest], Callable[..., Coroutine[Any, Any, Any]]] = {
+    ChatRequest: chat_job,
+    CompletionRequest: completion_job,
+    MessagesRequest: messages_job,
+    ResponsesRequest: _response_job,
+    OllamaChatRequest: ollama.chat_job,
+    OllamaGenerateRequest: ollama.generate_job,
 }
+_SCHEMAS = {schema.__name__: schema for schema in POSTED.values()}
 
 
 def checked(llm: AsyncLLM, check: Check, body: bytes) -> Outcome:
-    """Do what the server would do with a request until it generates."""
+    """Validate and tokenise a request as the server would; return its reduced body, or its error."""
     try:
         return Right(_reduced(llm, check, body))
     except ProaError as error:
@@ -75,10 +61,10 @@ def checked(llm: AsyncLLM, check: Check, body: bytes) -> Outcome:
 
 
 def _reduced(llm: AsyncLLM, check: Check, body: bytes) -> bytes:
-    row = SCHEMAS[check.schema]
-    request = validated(decode(body), row.endpoint, row.schema, strict=check.strict)
-    if row.make_job is not None:
-        asyncio.run(row.make_job(llm, request.asked, "", ""))
+    schema = _SCHEMAS[check.schema]
+    request = validated(decode(body), schema, strict=check.strict)
+    if schema in _JOBS:
+        asyncio.run(_JOBS[schema](llm, request.asked, "", ""))
     fields = {**request.fields, **dict.fromkeys(request.unknown), **dict.fromkeys(request.ignored, True)}
     left = msgspec.json.encode(fields)
     if len(left) > MAX_REDUCED_BYTES:

@@ -78,7 +78,7 @@ def _check_tool_calls(calls: Any, path: str) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation's tokens, and response headers that tell how it was rewritten for the chat template."""
+    """A conversation's tokens, and response headers that say how it was rewritten for the chat template."""
 
     tokens: list[int]
     headers: dict[str, str]
@@ -97,11 +97,6 @@ async def prompt_of(llm: AsyncLLM, chat: Chat) -> Prompt:
     if rendered.is_merged:
         headers[MESSAGES_HEADER] = "merged"
     return Prompt(await encode_text(llm, rendered.text, "messages", add_special_tokens=False), headers)
-
-
-async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
-    """Return the tokens of `prompt_of`."""
-    return (await prompt_of(llm, chat)).tokens
 
 
 async def encode_text(llm: AsyncLLM, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -135,8 +130,8 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int:
 def with_reasoning(
     llm: AsyncLLM, chat: Chat, prompt: list[int], params: SamplingParams, budget: int | None = None
 ) -> SamplingParams:
-    """Return the parameters with a budget of reasoning, and with reasoning before their constraint, which begins with
-    what the model writes before visible text."""
+    """Return the parameters with the budget of reasoning; a constraint then applies to the text after the reasoning,
+    and includes the marker (text_opening) that the model writes before visible text."""
     constraint = params.constraint
     if budget is None and constraint is None:
         return params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ _DROPPED = ("web_search_call",)  # history of tools that did not run here
 
 @dataclass(frozen=True)
 class DeclaredTool:
-    """A tool of a request. A custom tool takes a text; the model is told of a function with the argument `input`."""
+    """A tool of a request. A custom tool takes a text: the model sees a function with one argument, `input`."""
 
     name: str
     namespace: str | None
@@ -38,10 +38,8 @@ def function_name(name: str, namespace: str | None) -> str:
 
 def declared_tools(tools: Iterable[Mapping[str, Any]]) -> dict[str, DeclaredTool]:
     """Return the usable tools by the name that the model sees."""
-    flat = _flat(tools)
     return {
-        function_name(tool["name"], namespace): DeclaredTool(tool["name"], namespace, tool["type"] == "custom")
-        for namespace, _, tool in flat
+        name: DeclaredTool(tool["name"], namespace, tool["type"] == "custom") for name, namespace, tool in _flat(tools)
     }
 
 
@@ -154,21 +152,22 @@ def _reasoning(item: Mapping[str, Any]) -> str:
         raise ApiError(400, "invalid_value", message, param="input") from error
 
 
-def _flat(tools: Iterable[Mapping[str, Any]], namespace: str | None = None, path: str = "tools") -> Any:
-    """Yield (namespace, path, tool) of all functions and custom tools. Raises ApiError 400."""
+def _flat(
+    tools: Iterable[Mapping[str, Any]], namespace: str | None = None, path: str = "tools"
+) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Yield (name that the model sees, namespace, tool) of all functions and custom tools. Raises ApiError 400."""
     for i, tool in enumerate(tools):
         here = f"{path}[{i}]"
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
             yield from _flat(tool.get("tools") or (), _field(tool, "name", here), f"{here}.tools")
         elif kind in ("function", "custom"):
-            _field(tool, "name", here)
-            yield namespace, here, tool
+            yield function_name(_field(tool, "name", here), namespace), namespace, tool
 
 
 def offered(request: ResponsesRequest) -> Offer:
     """Return the tools as functions, and which of them are forced. Raises ApiError 400."""
-    choice, tools = request.tool_choice, [(function_name(t["name"], ns), t) for ns, _, t in _flat(request.tools)]
+    choice, tools = request.tool_choice, [(name, tool) for name, _, tool in _flat(request.tools)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = {named.get("name") for named in choice.get("tools") or ()}
         tools = [(name, tool) for name, tool in tools if allowed & {name, tool["name"]}]

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import GeneratingRequest
+from proa.server.schema import GeneratingRequest, NestedObject
 from proa.types import Constraint
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 USABLE_TOOLS = ("function", "custom", "namespace")
 
 
-class _Part(BaseModel):
-    """A nested object. Unknown keys are collected and reported in a header."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class ReasoningConfig(_Part):
+class ReasoningConfig(NestedObject):
     effort: str | None = None
     summary: str | None = None  # without effect: reasoning is sent whole
 
 
-class TextConfig(_Part):
+class TextConfig(NestedObject):
     format: dict[str, Any] | None = None
     verbosity: str | None = None  # without effect
 
@@ -33,6 +27,7 @@ class TextConfig(_Part):
 class ResponsesRequest(GeneratingRequest):
     """POST /v1/responses. A string `input` becomes a list of one user message."""
 
+    endpoint = "responses"
     limits = ("max_output_tokens",)
 
     input: list[dict[str, Any]] = Field(min_length=1)

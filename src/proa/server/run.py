@@ -40,11 +40,11 @@ from proa.server.listen import LISTEN_BACKLOG, url_of
 from proa.server.precheck import Precheck
 from proa.server.service import Service
 from proa.server.welcome import welcome
+from proa.types import ProgressCallback
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]  # (phase, done, total)
-Launch = Callable[[Progress], Awaitable[AsyncLLM]]  # returns while the engine is still loading
+Launch = Callable[[ProgressCallback], Awaitable[AsyncLLM]]  # returns while the engine is still loading
 
 ERROR_RESPONSES_S = 2.0  # for error responses to reach their clients before the process exits
 ENGINE_STOP_S = 1.0  # for the engine to stop after a second signal
@@ -167,13 +167,13 @@ async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable
         service.precheck = Precheck(service.llm.source)
     await service.llm.engine.wait_ready()
     gc.collect()
-    gc.freeze()  # modules, tokenizer and app live as long as the process: a full collection took 45 ms to look at them
+    gc.freeze()  # modules, tokenizer and app are never freed: a full collection took 45 ms to scan them
     when_ready()
     await service.llm.engine.wait_ended()
     raise service.llm.engine.failure or EngineDead("The engine stopped by itself.", "Restart the server.")
 
 
-def _progress_into(service: Service) -> Progress:
+def _progress_into(service: Service) -> ProgressCallback:
     """Return a progress function that stores search and download progress in `service`, with an ETA from the phase's
     mean rate."""
     began: dict[str, float] = {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from proa.errors import RequestError
 from proa.server.constraints import CONSTRAINING, constraint_of
+from proa.server.fields import Endpoint
 from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
@@ -22,13 +23,18 @@ MAX_STOP_CHARACTERS = 4096
 _MAX_ID_DIGITS = 20
 
 Prompt = str | list[int]
-StopStrings = Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)]
+StopStrings = Annotated[  # one string stands for a list of it
+    list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 
 
 class ApiRequest(BaseModel):
-    """Fields common to all requests."""
+    """Fields common to all requests. `endpoint`: its rows of the table in fields.py."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    endpoint: ClassVar[Endpoint]
 
     model: str | None = None
 
@@ -43,10 +49,14 @@ class ApiRequest(BaseModel):
         return []
 
 
-class StreamOptions(BaseModel):
-    """Usage reports in a stream. Unknown keys are collected and reported in a header."""
+class NestedObject(BaseModel):
+    """An object inside a request. Unknown keys are collected and reported in a header."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(NestedObject):
+    """Usage reports in a stream. Unknown keys are collected and reported in a header."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -72,12 +82,13 @@ class GeneratingRequest(ApiRequest):
         return None
 
     def without_effect(self, params: SamplingParams) -> list[str]:
-        """Name the limits that were cut to what the context leaves, and a budget of reasoning that there is none of."""
+        """Name the token limits that were cut to the room left in the context, and the budget of reasoning if the model
+        does not reason."""
         has_no_reasoning = self.thinking_budget is not None and params.thinking is None
         return [*self.cut_limits(params.max_tokens), *([self.budget_field] if has_no_reasoning else [])]
 
     def cut_limits(self, most_tokens: int | None) -> list[str]:
-        """Name the limits that were cut to `most_tokens`, what the context leaves."""
+        """Name the limits that were cut to `most_tokens`, the room left in the context."""
         return [name for name in self.limits if most_tokens is not None and (getattr(self, name) or 0) > most_tokens]
 
 
@@ -122,11 +133,6 @@ class SampledRequest(GeneratingRequest):
     return_token_ids: bool = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=1024)
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("top_k")
     @classmethod
@@ -191,6 +197,7 @@ _CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs", "constraint", 
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
+    endpoint = "chat"
     limits = ("max_tokens", "max_completion_tokens")
     budget_field = "thinking_token_budget"
 
@@ -254,6 +261,8 @@ class ChatRequest(SampledRequest):
 class CompletionRequest(SampledRequest):
     """POST /v1/completions. `prompt` is normalised to a list: one entry per prompt, text or token ids."""
 
+    endpoint = "completions"
+
     prompt: list[Prompt]
     max_tokens: int | None = COMPLETION_MAX_TOKENS
     logprobs: int | None = None
@@ -263,11 +272,21 @@ class CompletionRequest(SampledRequest):
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompts(cls, value: Any) -> list[Prompt]:
-        return as_prompts(value)
+        """Normalise a string, a list of strings, a list of token ids, or a list of such lists."""
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and value:
+            if _are(int, value):
+                return [value]
+            if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
+                return value
+        raise ValueError("send a string, a list of strings, a list of token ids, or a list of such lists; none empty")
 
 
 class TokenizeRequest(ApiRequest):
     """POST /tokenize: a prompt, or messages as for chat."""
+
+    endpoint = "tokenize"
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
@@ -288,20 +307,9 @@ class TokenizeRequest(ApiRequest):
 class DetokenizeRequest(ApiRequest):
     """POST /detokenize."""
 
+    endpoint = "tokenize"
+
     tokens: list[int]
-
-
-def as_prompts(value: Any) -> list[Prompt]:
-    """Normalise a string, a list of strings, a list of token ids, or a list of such lists to a list of prompts. Raises
-    ValueError."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if _are(int, value):
-            return [value]
-        if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
-            return value
-    raise ValueError("send a string, a list of strings, a list of token ids, or a list of such lists; none empty")
 
 
 def _are(kind: type, values: list[Any]) -> bool:

@@ -44,8 +44,8 @@ class RequestRecord:
 
 
 class Turns:
-    """Queues work of milliseconds, such as tokenising a prompt: one piece per iteration of the event loop. A burst of
-    requests would otherwise block the loop until all of them are tokenised."""
+    """Spreads work of milliseconds, such as tokenising a prompt: one piece per iteration of the event loop. Otherwise a
+    burst of requests would block the loop until all of them are tokenised."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -74,8 +74,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class WhileConnected(Response):
-    """A response that `answer` makes and sends. It is cancelled if the client disconnects, and ClientGoneError raised;
-    an error that it raises before it has sent anything becomes an error response."""
+    """A response that `answer` builds and sends. If the client disconnects, `answer` is cancelled and ClientGoneError
+    raised. An error that `answer` raises before it has sent anything becomes an error response."""
 
     def __init__(self, answer: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
         self.status_code, self.background, self.raw_headers = 200, None, []
@@ -92,9 +92,9 @@ async def send_events(
     headers: Mapping[str, str],
     send: Send,
 ) -> None:
-    """Send `objects` framed by `frames` until they end, and close them. The head goes out with the first of them, but
-    after FIRST_OBJECT_S at the latest: an error before that is raised, and a later one is sent as an event, which
-    `explain` makes of it."""
+    """Send `objects`, encoded by `frames`, until they end; then close the generator. The head is sent with the first
+    object, but after FIRST_OBJECT_S at the latest. An error before the head is raised; a later one is sent as the event
+    that `explain` returns for it."""
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     head = {
         "type": "http.response.start",
@@ -117,9 +117,9 @@ async def send_events(
 
 
 class _Body:
-    """Sends the parts of a body: its head before the first one or after FIRST_OBJECT_S, and the keep-alive bytes
-    whenever none was sent for KEEP_ALIVE_S: one keep-alive at a time, however long its reader stalls. A part waits for
-    the one that is being sent."""
+    """Sends the parts of a response body, one after another. The head is sent before the first part or after
+    FIRST_OBJECT_S; the keep-alive bytes whenever no part was sent for KEEP_ALIVE_S, but at most one keep-alive waits
+    for a client that has stopped reading."""
 
     def __init__(self, send: Send, head: Message, keep_alive: bytes) -> None:
         self._send_message, self._keep_alive = send, keep_alive
@@ -134,7 +134,7 @@ class _Body:
         return self._head is None
 
     async def begin(self) -> None:
-        """Send the head, unless it was; it has been sent when this returns."""
+        """Send the head if it has not been sent yet."""
         async with self._sending:
             await self._send_head()
 

@@ -17,7 +17,7 @@ from proa.types import SamplingParams
 
 @dataclass(frozen=True)
 class Offer:
-    """The tools of a request that tool_choice leaves, and the names of the functions of which it forces a call."""
+    """The tools that tool_choice allows, and the names of the functions of which one must be called."""
 
     tools: list[dict[str, Any]] | None
     forced: tuple[str, ...] = ()
@@ -69,9 +69,8 @@ def _wrong_choice(message: str) -> ApiError:
 
 
 def with_calls(llm: AsyncLLM, offer: Offer, params: SamplingParams, *, only_one: bool) -> SamplingParams:
-    """Return the parameters with a grammar for the calls that an offer forces, or for strict calls; unchanged if it has
-    neither. Raises ApiError 400 if the model's calls have no grammar, RequestError if another constraint
-    contradicts."""
+    """Return the parameters with a grammar for forced or strict calls; unchanged if the offer has neither. Raises
+    ApiError 400 if no grammar is known for this model's calls, RequestError if the request has another constraint."""
     has_other = params.constraint is not None
     if not offer.forced and (has_other or not offer.has_strict):
         return params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from urllib.parse import urlsplit
 
 from proa.config.options import ServerOptions
 
@@ -12,8 +13,9 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     """Return commands and settings to paste into common clients; the API key itself is never shown."""
     needs_key = bool(options.api_key or options.api_key_file)
     key = "$PROA_API_KEY" if needs_key else "none"
-    port = url.rpartition(":")[2]
-    where = "" if port == str(ServerOptions().port) else f" --port {port}"  # flags of `proa launch`
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    where = "" if host == ServerOptions().host else f" --host {host}"  # flags of `proa launch`
+    where += "" if port == ServerOptions().port else f" --port {port}"
     where += " --api-key $PROA_API_KEY" if needs_key else ""
     authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if needs_key else ""
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
