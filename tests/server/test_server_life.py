@@ -228,6 +228,12 @@ def test_the_welcome_s_launch_command_finds_this_server(url: str, flags: str) ->
     assert f"proa launch claude demo{flags}    (" in welcome(url, "demo", ServerOptions())
 
 
+def test_the_welcome_offers_no_agent_over_tls() -> None:
+    text = welcome("https://127.0.0.1:8000", "demo", ServerOptions(ssl_certfile="cert.pem", ssl_keyfile="key.pem"))
+    assert "OPENAI_BASE_URL=https://127.0.0.1:8000/v1" in text
+    assert "proa launch" not in text
+
+
 def test_welcome_names_the_protocols_and_agents() -> None:
     text = welcome("http://127.0.0.1:9000", "demo", ServerOptions())
     for line in (

@@ -32,9 +32,12 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
         "  Ollama clients",
         f"    export OLLAMA_HOST={url}",
-        "  Coding agents (docs/agents.md has others)",
-        f"    proa launch claude {model_name}{where}    (or codex, opencode)",
     ]
+    if options.scheme == "http":  # `proa launch` does not look for servers with TLS
+        lines += [
+            "  Coding agents (docs/agents.md has others)",
+            f"    proa launch claude {model_name}{where}    (or codex, opencode)",
+        ]
     if needs_key:
         lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")
     if not options.is_loopback and not needs_key:
