@@ -55,7 +55,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def executor_of(decoder: Decoder, kind: str, num_pages: int) -> Executor[Any]:
-    dtype = decoder.norm.weight.dtype
+    dtype = decoder.norm.norm.weight.dtype
     caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, dtype, sequences=RUNNING + COPIES)
     if kind != "graphs":
         return EagerExecutor(decoder, caches, PAGE_TOKENS, like=LikeGpu(overlap=kind == "overlap"))
