@@ -18,7 +18,8 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from proa.bench.hybrid_shapes import ModelShape
@@ -107,43 +108,43 @@ def report(what: str, decoder: Decoder, busy: tuple[float, float], nbytes: int, 
     print(json.dumps(line), flush=True)
 
 
-async def measure(plan: Plan, prompts: list[list[int]], decoding: list[int], folder: Path, rounds: int) -> None:
+@asynccontextmanager
+async def decoding(plan: Plan, prompt: list[int]) -> AsyncIterator[tuple[EngineClient, Decoder]]:
+    """An engine with a request that decodes."""
     engine = await EngineClient.launch(plan, own_thread=True)
     try:
         await engine.wait_ready()
-        decoder = Decoder(engine, decoding)
+        decoder = Decoder(engine, prompt)
         await decoder.steps(STEPS_BEFORE)
-        for i in range(rounds):
+        yield engine, decoder
+        await decoder.close()
+    finally:
+        await engine.close()
+
+
+async def measure(plan: Plan, prompts: list[list[int]], first: list[int], folder: Path) -> None:
+    async with decoding(plan, first) as (engine, decoder):
+        for i, prompt in enumerate(prompts):
             before = engine.stats.prefix_files.written_bytes
-            await first_token(engine, prompts[i], f"new {i}")
+            await first_token(engine, prompt, f"new {i}")
             begin_s = time.perf_counter()
             end_s = await written(engine)
             await asyncio.sleep(ALONE_S)
             report("writing", decoder, (begin_s, end_s), engine.stats.prefix_files.written_bytes - before)
-        await decoder.close()
-    finally:
-        await engine.close()
     for file in folder.glob("*.kv"):
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    engine = await EngineClient.launch(plan, own_thread=True)
-    try:
-        await engine.wait_ready()
-        decoder = Decoder(engine, decoding)
-        await decoder.steps(STEPS_BEFORE)
-        for i in range(rounds):
-            before = engine.stats.prefix_files
+    async with decoding(plan, first) as (engine, decoder):
+        for i, prompt in enumerate(prompts):
+            was = engine.stats.prefix_files
             begin_s = time.perf_counter()
-            cached = await first_token(engine, prompts[i], f"back {i}")
-            after = engine.stats.prefix_files
-            seconds = after.restore_seconds - before.restore_seconds
+            cached = await first_token(engine, prompt, f"back {i}")
+            now = engine.stats.prefix_files
+            end_s = begin_s + now.restore_seconds - was.restore_seconds
             await asyncio.sleep(ALONE_S + 0.5)
-            report("restoring", decoder, (begin_s, begin_s + seconds), after.restored_bytes - before.restored_bytes,
-                   cached=cached, of=len(prompts[i]))  # fmt: skip
-        await decoder.close()
-    finally:
-        await engine.close()
+            report("restoring", decoder, (begin_s, end_s), now.restored_bytes - was.restored_bytes, cached=cached,
+                   of=len(prompt))  # fmt: skip
 
 
 def main() -> None:
@@ -163,9 +164,9 @@ def main() -> None:
             kv_memory=(asked.rounds * asked.tokens + context) * 49152,
         )  # fmt: skip
         plan = prepare(str(folder / "model"), options).plan
-        (decoding,) = random_prompts(SHAPE.vocab, 1, DECODER_TOKENS, seed=1)
+        (first,) = random_prompts(SHAPE.vocab, 1, DECODER_TOKENS, seed=1)
         prompts = random_prompts(SHAPE.vocab, asked.rounds, asked.tokens, seed=2)
-        asyncio.run(measure(plan, prompts, decoding, folder / "kept", asked.rounds))
+        asyncio.run(measure(plan, prompts, first, folder / "kept"))
 
 
 if __name__ == "__main__":
