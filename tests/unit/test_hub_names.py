@@ -267,6 +267,16 @@ class TestCache:
         with pytest.raises(NetworkTouchedError):
             locate("qwen3-30b", "another-branch")
 
+    @pytest.mark.parametrize("kind", ["model-{:05}-of-00002.safetensors", "pytorch_model-{:05}-of-00002.bin"])
+    def test_numbered_files_without_an_index(self, snapshot: Path, kind: str) -> None:
+        for file in snapshot.glob("*.safetensors*"):
+            file.unlink()
+        (snapshot / kind.format(2)).write_bytes(b"2")
+        with pytest.raises(NetworkTouchedError):
+            locate("qwen3-30b")
+        (snapshot / kind.format(1)).write_bytes(b"1")
+        assert locate("qwen3-30b") == snapshot
+
     def test_listing(self, snapshot: Path) -> None:
         (snapshot / "odd-2.safetensors").write_bytes(b"2")
         other = RepoCache("org/quants")

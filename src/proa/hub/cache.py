@@ -15,7 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from proa.hub.files import GgufGroup, gguf_groups, named_group, shard_names
+from proa.hub.files import GgufGroup, gguf_groups, has_all_parts, named_group, shard_names
 from proa.hub.reference import HubReference
 
 
@@ -126,4 +126,4 @@ def _complete_folder(snapshot: Path) -> bool:
             return all((snapshot / name).is_file() for name in shard_names(index.read_bytes(), index.name))
         if (snapshot / single).is_file():
             return True
-    return False
+    return has_all_parts([path.name for path in snapshot.iterdir() if path.is_file()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,6 +152,16 @@ def choose_weights(repository: Repository, format_: Format, read: Callable[[HubF
     if single in files:
         return (files[single],)
     return tuple(file for file in repository.files if _PATTERNS[format_].fullmatch(file.path))
+
+
+def has_all_parts(paths: Collection[str]) -> bool:
+    """Return True if the safetensors files, or else the .bin files, are all numbered parts of one model. Whether files
+    without numbers are complete is not known without an index."""
+    for pattern in _PATTERNS.values():
+        if weights := [path for path in paths if pattern.fullmatch(path)]:
+            parts = [_PART.fullmatch(path.rpartition(".")[0]) for path in weights]
+            return all(part is not None and int(part["count"]) == len(weights) for part in parts)
+    return False
 
 
 def shard_names(index: bytes, name: str) -> list[str]:
