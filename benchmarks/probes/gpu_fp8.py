@@ -90,16 +90,17 @@ def time_experts(names: Sequence[str], all_tokens: Sequence[int]) -> None:
 def sweep(names: Sequence[str], all_tokens: Sequence[int]) -> None:
     """Panels, stages, warps."""
     tiles = list(itertools.product((4, 8, 16), (2, 3, 4), (4, 8)))
-    usual = experts_fp8._tile
+    usual = experts_fp8._PANELS, experts_fp8._STAGES, experts_fp8._warps
     for name, tokens in itertools.product(names, all_tokens):
         case, found = Experts(layers_of(name), tokens), {}
         for tile in tiles:
-            experts_fp8._tile = lambda _, tile=tile: experts_fp8._Tile(*tile)
+            experts_fp8._PANELS, experts_fp8._STAGES, warps = tile
+            experts_fp8._warps = lambda _, warps=warps: warps
             try:
                 found[tile] = case.us(case.rounding)
             except triton.runtime.OutOfResources:
                 continue
-        experts_fp8._tile = usual
+        experts_fp8._PANELS, experts_fp8._STAGES, experts_fp8._warps = usual
         best = dict(sorted(found.items(), key=lambda item: item[1])[:4])
         us = case.us(case.rounding)
         print(f"experts, {tokens} tokens, {name}: {us:.1f} us as chosen; panels, stages, warps: {best}")

@@ -247,14 +247,14 @@ def _watch_captures(driver: Driver) -> None:
 def _watch_loading(driver: Driver, found: Found) -> None:
     from proa.engine.building.gpu import GpuBuild  # needs a CUDA build of torch
 
-    runner = GpuBuild.runner
+    bind = GpuBuild.bind
 
     def watched(self: GpuBuild, report: Any) -> Any:
         found.driver["loaded"] = driver.bytes()
         found.loaded = {block.line for block in blocks_of(torch.cuda.memory._snapshot()["segments"])}
-        return runner(self, report)
+        return bind(self, report)
 
-    GpuBuild.runner = watched  # type: ignore[method-assign]
+    GpuBuild.bind = watched  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -3,10 +3,8 @@
   rates     the GPU reads 1 to 8 experts in registered RAM, alone and beside the CPU's workers, and what those read then
   co-fetch  microseconds a layer in a CUDA graph where m of 8 experts are missing and the GPU reads n of them in place
   copies    the same steps while experts are copied from RAM to VRAM on another stream, started after each launch
-  host      microseconds of what a step's thread does for moving experts: look at the counts, choose, edit tables
 Weights are zeros, which are read as any others. Needs 1.2 GB of RAM and 0.6 GB of VRAM a layer.
 Run: PYTHONPATH=src python benchmarks/probes/gpu_residency.py [--layers 16] [--workers N] [rates] [co-fetch] [copies]
-[host]
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ import torch
 
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, GpuCopier
-from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts, Placement
-from proa.hybrid.moves import Moves
 from proa.hybrid.pinning import register
 from proa.hybrid.slots import Slot
 from proa.machine.cost.co_fetch import InPlaceRates
-from proa.machine.cost.heat import Heat
 from proa.models.ranks import CPU
 from proa.native.doorbell import Service
 from proa.native.pool import Pool
@@ -236,37 +231,9 @@ def copies(model: Model) -> None:
         model.hybrid.end()
 
 
-def host(model: Model) -> None:
-    assert model.hybrid.tables is not None
-    tables = model.hybrid.tables
-    moves = Moves(model.layers, tables, 4, True, GpuCopier(DEVICE))
-    counting = Counting(tables, TOP_K, [BYTES] * len(model.layers), GpuCopier(DEVICE))
-    for name, worth in (("nothing to move", 0), ("4 experts a step", 1)):
-        meanwhile, between = [], []
-        for _ in range(200):
-            if worth:
-                moves.heat = Heat(tables.experts, [len(layer.slots.resident) for layer in model.layers])
-                moves.heat.heat[:, :] = np.random.default_rng().random(moves.heat.heat.shape) * 1000
-            tables.counts.add_(1)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            moves.meanwhile(counting.look())
-            middle = time.perf_counter()
-            torch.cuda.synchronize()
-            last = time.perf_counter()
-            moves.between_steps()
-            tables.publish()
-            meanwhile.append((middle - begin) * 1e6)
-            between.append((time.perf_counter() - last) * 1e6)
-        took = (statistics.median(of[50:]) for of in (meanwhile, between))
-        print("{}: {:.0f} us beside a step, {:.0f} us between steps".format(name, *took))
-    moves.close()
-    counting.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["rates", "co-fetch", "copies", "host"])
+    parser.add_argument("what", nargs="*", default=["rates", "co-fetch", "copies"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) - 2)
     args = parser.parse_args()
@@ -275,7 +242,7 @@ def main() -> None:
         os.sched_setaffinity(0, cpus[-1:])
         model = Model(pool, args.layers, cpus[0])
         print(f"{torch.cuda.get_device_name()}, {args.workers} workers and the doorbell's thread, {pool.isa}")
-        for name, run in (("rates", rates), ("co-fetch", co_fetch), ("copies", copies), ("host", host)):
+        for name, run in (("rates", rates), ("co-fetch", co_fetch), ("copies", copies)):
             if name in args.what:
                 print(f"---- {name}")
                 run(model)
