@@ -84,7 +84,7 @@ def start(cases: list[dict[str, Any]], kernels: Path, hash_seed: int) -> subproc
     return subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def found(program: subprocess.Popen[str]) -> list[dict[str, Any]]:
+def output_of(program: subprocess.Popen[str]) -> list[dict[str, Any]]:
     output, errors = program.communicate()
     assert program.returncode == 0, errors
     answer: list[dict[str, Any]] = json.loads(output)
@@ -96,7 +96,7 @@ def rehearsed(cases: dict[str, dict[str, Any]], kernels: Path, once: Once) -> di
     def made() -> dict[str, dict[str, Any]]:
         names = [list(cases)[i::PROGRAMS] for i in range(PROGRAMS)]
         programs = [start([cases[name] for name in some], kernels, 1) for some in names]
-        answers = [found(program) for program in programs]
+        answers = [output_of(program) for program in programs]
         return {
             name: one for some, all_ in zip(names, answers, strict=True) for name, one in zip(some, all_, strict=True)
         }
@@ -112,7 +112,7 @@ def test_later_starts_read_the_list(
     need."""
     before = {path: path.stat().st_mtime_ns for path in kernels.glob("variants-*")}
     assert len(before) == len(cases)
-    (again,) = found(start([cases["deepseek-v3"]], kernels, 2))
+    (again,) = output_of(start([cases["deepseek-v3"]], kernels, 2))
     assert {path: path.stat().st_mtime_ns for path in kernels.glob("variants-*")} == before
     assert again["counts"] == rehearsed["deepseek-v3"]["counts"]
     assert (again["not_launched"], again["not_compiled"], again["not_rehearsed"]) == (0, 0, 0)
