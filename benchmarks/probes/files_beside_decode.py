@@ -1,6 +1,6 @@
 """How much slower does a request decode while the prefix cache's files are written, and while they are restored?
 
-    python benchmarks/probes/files_beside_decode.py [--gpu none] [--tokens 8192] [--rounds 3]
+    python benchmarks/probes/files_beside_decode.py [--gpu none] [--threads N] [--tokens 8192] [--rounds 3]
 
 A model with 24 layers of random weights and 48 KiB of KV per token. One request decodes all the time. Writing: a second
 prompt is computed first, then its pages are written. Restoring: in a second engine with the same folder, whose files
@@ -36,7 +36,6 @@ SHAPE = ModelShape(
     vocab=8192,
 )  # fmt: skip
 DECODER_TOKENS = 64  # of the decoding request's prompt
-MOST_DECODED = 30_000
 STEPS_BEFORE = 50  # until the engine has its rhythm
 QUIET_S = 1.0  # without a written byte: all is written
 ALONE_S = 2.0
@@ -45,8 +44,8 @@ ALONE_S = 2.0
 class Decoder:
     """A request that decodes until it is closed, and the times of its tokens."""
 
-    def __init__(self, engine: EngineClient, prompt: list[int]) -> None:
-        sampling = Sampling(max_tokens=MOST_DECODED, temperature=0.0)
+    def __init__(self, engine: EngineClient, prompt: list[int], most: int) -> None:
+        sampling = Sampling(max_tokens=most, temperature=0.0)
         self._events = engine.generate(EngineRequest(id="decoder", tokens=prompt, sampling=sampling))
         self.times = list[float]()
         self._task = asyncio.create_task(self._read())
@@ -109,12 +108,12 @@ def report(what: str, decoder: Decoder, busy: tuple[float, float], nbytes: int, 
 
 
 @asynccontextmanager
-async def decoding(plan: Plan, prompt: list[int]) -> AsyncIterator[tuple[EngineClient, Decoder]]:
+async def decoding(plan: Plan, prompt: list[int], most: int) -> AsyncIterator[tuple[EngineClient, Decoder]]:
     """An engine with a request that decodes."""
     engine = await EngineClient.launch(plan, own_thread=True)
     try:
         await engine.wait_ready()
-        decoder = Decoder(engine, prompt)
+        decoder = Decoder(engine, prompt, most)
         await decoder.steps(STEPS_BEFORE)
         yield engine, decoder
         await decoder.close()
@@ -122,8 +121,8 @@ async def decoding(plan: Plan, prompt: list[int]) -> AsyncIterator[tuple[EngineC
         await engine.close()
 
 
-async def measure(plan: Plan, prompts: list[list[int]], first: list[int], folder: Path) -> None:
-    async with decoding(plan, first) as (engine, decoder):
+async def measure(plan: Plan, prompts: list[list[int]], first: list[int], most: int, folder: Path) -> None:
+    async with decoding(plan, first, most) as (engine, decoder):
         for i, prompt in enumerate(prompts):
             before = engine.stats.prefix_files.written_bytes
             await first_token(engine, prompt, f"new {i}")
@@ -135,7 +134,7 @@ async def measure(plan: Plan, prompts: list[list[int]], first: list[int], folder
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    async with decoding(plan, first) as (engine, decoder):
+    async with decoding(plan, first, most) as (engine, decoder):
         for i, prompt in enumerate(prompts):
             was = engine.stats.prefix_files
             begin_s = time.perf_counter()
@@ -152,21 +151,23 @@ def main() -> None:
     parser.add_argument("--gpu", default="none")
     parser.add_argument("--tokens", type=int, default=8192, help="of each prompt that is written and restored")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="the engine's --threads; fewer than cores leave some idle")
+    parser.add_argument("--decoded", type=int, default=30_000, help="most tokens that the decoding request may have")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="proa-probe-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(SHAPE.config()))
-        context = max(asked.tokens, MOST_DECODED) + 256
+        context = max(asked.tokens, asked.decoded) + 256
         options = from_keywords(
             EngineOptions, dtype="bfloat16", load_format="dummy", gpu=asked.gpu, context=context, max_running=2,
-            prefix_cache_dir=str(folder / "kept"), prefix_cache_disk=32 << 30,
+            prefix_cache_dir=str(folder / "kept"), prefix_cache_disk=32 << 30, threads=asked.threads,
             kv_memory=(asked.rounds * asked.tokens + context) * 49152,
         )  # fmt: skip
         plan = prepare(str(folder / "model"), options).plan
         (first,) = random_prompts(SHAPE.vocab, 1, DECODER_TOKENS, seed=1)
         prompts = random_prompts(SHAPE.vocab, asked.rounds, asked.tokens, seed=2)
-        asyncio.run(measure(plan, prompts, first, folder / "kept"))
+        asyncio.run(measure(plan, prompts, first, asked.decoded, folder / "kept"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from gpu_experts import DEVICE, FORMS, copy_rate, microseconds, random_panels
 from torch import Tensor
 
 from proa.native.formats import BF16_FORM, Form, Layout, layout
+from proa.ops.sizes import LINEAR_ROWS
 from proa.ops.triton import linear, linear_packed
 from proa.ops.triton.linear_packed import MOST_PROGRAMS, Tile, partial_floats
 from proa.ops.triton.unpack import unpack
@@ -68,7 +69,7 @@ def bf16_us(rows: int, columns: int, tokens: int) -> float:
     out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
 
     def call(weight: Tensor) -> None:
-        if tokens <= linear.MOST_TOKENS:
+        if tokens <= LINEAR_ROWS:
             linear.linear(x, weight, None, out)
         else:
             torch.mm(x, weight.T, out=out)

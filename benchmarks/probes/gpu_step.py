@@ -19,7 +19,7 @@ from proa.models.spec import Router
 from proa.ops.added import Added
 from proa.ops.caches import KvPages
 from proa.ops.residency import ExpertShape, Located, Residency
-from proa.ops.sizes import attention_floats, attention_splits
+from proa.ops.sizes import LINEAR_ROWS, attention_floats, attention_splits
 from proa.ops.table import Angles, Norm, QkNorm, RouterRule
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
@@ -111,7 +111,7 @@ class Step:
         combine(self.space.partial, r.weights, r.at.down, Added(), Into(r.y))
 
     def map(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if self.tokens <= linear.MOST_TOKENS:
+        if self.tokens <= LINEAR_ROWS:
             linear.linear(x, weight, None, out)
         else:
             torch.mm(x, weight.T, out=out)

@@ -57,7 +57,8 @@ def test_logits_are_those_of_the_cpu(family: str, every: bool, device: str, load
             assert torch.equal(got, want)
         torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
         assert (got - want).abs().mean() < 0.01
-    assert streaming_of(keep).totals.routed == 3
+    alone = device == "cuda"  # a pass whose experts are all copied: it may run beside decode steps, so is not routed
+    assert streaming_of(keep).totals.routed == 3 - alone
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,6 +157,7 @@ def test_the_prediction_is_that_of_the_division(device: str, load: Load) -> None
     streaming, before = streaming_of(keep), executor.counters()
     streaming.probed_layers = ALL_LAYERS
     for _ in range(3):
+        streaming.rates = EQUAL_SIDES  # at learned ones a pass may copy all experts, and is then not routed on a GPU
         passed(executor, StepBatch(spans(prompts([150]))))
     now = executor.counters()
     in_ram = sum(len(layer.memory.in_ram) for layer in keep[0].hybrid.layers)
@@ -165,8 +167,8 @@ def test_the_prediction_is_that_of_the_division(device: str, load: Load) -> None
     assert now.took_s >= now.own_s + now.decided_s > now.decided_s > 0
     rates = streaming.rates
     assert rates.gpu_s
-    assert rates.decide_s != PrefillRates(1.0, rates.cpu).decide_s
-    assert (rates.copy_bytes_per_s, rates.cpu) != (1e9, CpuExpertCost(1e-4, 1e-6))
+    assert rates.decide_s != EQUAL_SIDES.decide_s
+    assert (rates.copy_bytes_per_s, rates.cpu) != (EQUAL_SIDES.copy_bytes_per_s, EQUAL_SIDES.cpu)
 
 
 def check_slots(hybrid: Any) -> None:

@@ -203,6 +203,23 @@ def test_the_launcher_takes_any_batch(tokens: int, rng: torch.Generator, device:
     check(layer, rand(rng, tokens, 48)[:, :40].to(device), choose(rng, tokens, 7, 4), rng, None)
 
 
+@pytest.mark.parametrize("form", [BF16_FORM, Form(Format.Q4_K, 32)], ids=str)
+@pytest.mark.parametrize("least", [6, 24])
+def test_fewer_rows_have_the_bits_of_least_rows(
+    form: Form, least: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """24 pairs are computed singly, but with another tile than 4; 96 pairs are grouped."""
+    layer, top_k = Layer(9, ExpertShape(256, 128, form, form), device), 4
+    x, ids = rand(rng, least, 256).to(device), choose(rng, least, 9, top_k)
+    found = []
+    for tokens in (least, 1, 5):
+        space = expert_space(tokens, top_k, layer.count, layer.shape, device, least_rows=least)
+        experts(x[:tokens], layer.routing(ids[:tokens], rng).at, layer.shape, space)
+        found.append(space.partial)
+    for some in found[1:]:
+        assert torch.equal(some, found[0][: len(some)])
+
+
 @pytest.mark.parametrize("pairs", [(1, 1), (5, 3), (40, 8), (300, 2)])
 @pytest.mark.parametrize("size", [16, 32])
 def test_groups(pairs: tuple[int, int], size: int, rng: torch.Generator, device: torch.device) -> None:

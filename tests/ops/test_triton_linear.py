@@ -71,6 +71,20 @@ def test_shapes_of_models(tokens: int, outputs: int, inputs: int, rng: torch.Gen
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("least", [2, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(19, 129), (1030, 96)])
+def test_fewer_rows_have_the_bits_of_least_rows(
+    outputs: int, inputs: int, least: int, rng: torch.Generator, device: torch.device
+) -> None:
+    x, weight = rand(rng, least, inputs).to(device), rand(rng, outputs, inputs).to(device)
+    every = poisoned(least, outputs).to(device)
+    linear(x, weight, None, every)
+    for tokens in (1, least - 1):
+        some = poisoned(tokens, outputs).to(device)
+        linear(x[:tokens], weight, None, some, least)
+        assert torch.equal(some, every[:tokens])
+
+
 def test_no_rows(device: torch.device) -> None:
     linear(torch.empty(0, 8, dtype=BF16, device=device), torch.ones(4, 8, dtype=BF16, device=device), None,
            torch.empty(0, 4, dtype=BF16, device=device))  # fmt: skip

@@ -40,9 +40,9 @@ class Map:
         self.panels = data.view(self.of.panels, self.of.panel_bytes).to(self.device)
         self.arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.device)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        partial = poisoned(partial_floats(len(x), self.of), dtype=torch.float32).to(self.device)
-        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self.arrived)
+    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor, least_rows: int = 1) -> Tensor:
+        partial = poisoned(partial_floats(max(len(x), least_rows), self.of), dtype=torch.float32).to(self.device)
+        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self.arrived, least_rows)
         assert not self.arrived.any(), "the next call would add up too early"
         return out
 
@@ -152,6 +152,18 @@ def test_nan_codes(tokens: int, rng: torch.Generator, device: torch.device) -> N
     got = Map(weights, device)(rand(rng, tokens, 544).to(device), None, poisoned(tokens, 17).to(device))
     assert got[:, 3].isnan().all()
     assert got[:, [row for row in range(17) if row != 3]].isfinite().all()
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("least", [4, 16])
+@pytest.mark.parametrize("form", [Form(Format.Q4_K, 32), Form(Format.FP8_PANEL, 128)], ids=names)
+def test_fewer_rows_have_the_bits_of_least_rows(
+    form: Form, least: int, rng: torch.Generator, device: torch.device
+) -> None:
+    run, x = Map(random_weights(form.format, form.group, 40, 544, seed=5), device), rand(rng, least, 544).to(device)
+    every = run(x, None, poisoned(least, 40).to(device))
+    for tokens in (1, least - 1):
+        assert torch.equal(run(x[:tokens], None, poisoned(tokens, 40).to(device), least), every[:tokens])
 
 
 def test_no_rows(device: torch.device) -> None:

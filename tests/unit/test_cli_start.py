@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proa.cli.begin import begin
 from proa.cli.start import _interruptible
-from proa.config.options import ServeOptions, ServerOptions
-from proa.errors import ShuttingDown
+from proa.config.options import EngineOptions, ServeOptions, ServerOptions
+from proa.config.parse import from_keywords
+from proa.errors import ShuttingDown, UsageError
 from quick_plan import ram_of
 from tiny import make_tiny
 
@@ -42,6 +44,27 @@ def test_ram_is_measured_before_the_engines_process_begins(tmp_path: Path, monke
     with begin("org/name", options) as begun:
         assert begun.prepared is None
     assert events == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_cache_dir": "file/kept", "prefix_cache_disk": 1 << 30}, "cannot be created in .*file"),
+        ({"prefix_cache_dir": "file", "prefix_cache_disk": 1 << 30}, "--prefix-cache-dir, .*file, cannot be read"),
+        ({"save_expert_counts": "none/counts"}, "--save-expert-counts .*counts cannot be written"),
+    ],
+)
+def test_paths_that_cannot_be_used_are_refused_before_the_port_opens(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("proa.cli.begin.bind", lambda host, port: pytest.fail("the port was opened"))
+    with (
+        pytest.raises(UsageError, match=message),
+        begin("model", ServeOptions(engine=from_keywords(EngineOptions, **options))),
+    ):
+        pass
 
 
 class Recorded:

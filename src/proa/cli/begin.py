@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from proa.config.options import ServeOptions
 from proa.engine.processes.early import EarlyProcess
 from proa.plan.opened import open_if_here
-from proa.plan.prepare import Prepared, prepare
+from proa.plan.prepare import Prepared, prepare, with_paths
 from proa.server.listen import bind
 
 
@@ -28,6 +28,7 @@ class Begun:
 def begin(model: str, options: ServeOptions) -> Iterator[Begun]:
     """Open the model and the port, and plan. The engine's process begins as soon as RAM has been measured; the end of
     the block kills it if no engine uses it. Raises ProaError."""
+    with_paths(options.engine)  # a path that cannot be used is refused before the port is open
     opened = open_if_here(model, options.engine.model)
     with contextlib.closing(bind(options.server.host, options.server.port)) as listener, EarlyProcess() as early:
         prepared = None

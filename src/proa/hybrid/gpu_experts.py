@@ -23,13 +23,14 @@ READS_AT_LEAST = 64  # calls per graph: launched singly, small experts would be 
 
 
 class GpuSpaces:
-    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see NewExpertSpace.
-    beside: calls with fewer than FEW_ROWS rows have workspaces of their own, and may run beside the others."""
+    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8, least_rows: see
+    NewExpertSpace. beside: calls with fewer than FEW_ROWS rows have workspaces of their own, and may run beside the
+    others."""
 
     def __init__(
-        self, ops: DeviceOps, tokens: int, top_k: int, *, fp8: bool = False, beside: bool = False
+        self, ops: DeviceOps, tokens: int, top_k: int, *, fp8: bool = False, beside: bool = False, least_rows: int = 1
     ) -> None:  # fmt: skip
-        self.ops, self._beside = ops, beside
+        self.ops, self._beside, self._least_rows = ops, beside, least_rows
         self._tokens, self._top_k, self._fp8 = tokens, top_k, fp8
         self._made: dict[object, ExpertSpace] = {}
 
@@ -40,7 +41,9 @@ class GpuSpaces:
         rounded = (of.up_form, of.down_form, of.width) if self._fp8 else ()
         key = (memory.hidden, of.down.padded_columns, memory.experts, device, rounded, tokens)
         if key not in self._made:
-            self._made[key] = self.ops.expert_space(tokens, self._top_k, memory.experts, of, device, fp8=self._fp8)
+            self._made[key] = self.ops.expert_space(
+                tokens, self._top_k, memory.experts, of, device, fp8=self._fp8, least_rows=self._least_rows
+            )
         return self._made[key]
 
 

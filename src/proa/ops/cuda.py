@@ -48,13 +48,16 @@ class CudaOps:
 
     def __init__(
         self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits,
-        attention: CudaAttention,
+        attention: CudaAttention, least_rows: int = 1,
     ) -> None:  # fmt: skip
-        """traits: of the device; on the meta device, of the GPU that the kernels are compiled for."""
-        self._maps, self._attention = CudaMaps(device, new_experts, staging), attention
+        """traits: of the device; on the meta device, of the GPU that the kernels are compiled for. least_rows, up to
+        LINEAR_ROWS: a launch with fewer rows uses the kernels, tiles and splits of so many, so that a row's bits do not
+        depend on the number of rows up to there."""
+        self._maps, self._attention = CudaMaps(device, new_experts, staging, least_rows), attention
+        self._least_rows = least_rows
         self._composed_choose = composed_choose(self.rms_norm, self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
-        self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes)
+        self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes, least_rows)
         self._chunk_shape = delta_chunks.shape_for(traits.capability, traits.shared_bytes)
 
     def table(self) -> Ops:
@@ -120,7 +123,9 @@ class CudaOps:
             space = torch.empty(delta_chunk_floats(rows, heads), device=x.q.device)
             chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
-        delta.gated_delta(x, weights, state, at, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out)
+        delta.gated_delta(
+            x, weights, state, at, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out, self._least_rows
+        )
         return out
 
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
@@ -133,7 +138,7 @@ class CudaOps:
         self, x: Tensor, y: Tensor | None, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
+        few = max(len(x), self._least_rows) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
         rows = router_rows(router)
         if residency is None or rows is None or not few or y is None:
             return self._composed_choose(x, y, norm, router, slots, rule, residency)
@@ -164,11 +169,12 @@ def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.ChooseOutput
 
 class CudaMlp:
     def __init__(
-        self, hidden: int, width: int, bias: bool, gating: Gating, device: torch.device, staging: Staging
+        self, hidden: int, width: int, bias: bool, gating: Gating, device: torch.device, staging: Staging,
+        least_rows: int,
     ) -> None:  # fmt: skip
         self._gating = gating
-        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging)
-        self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
+        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging, least_rows=least_rows)
+        self._down = CudaLinear({"down": hidden}, width, bias, device, staging, least_rows=least_rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up = self._gate_up(x)
@@ -184,8 +190,8 @@ class CudaMlp:
 class CudaEmbedding:
     """An embedding of bfloat16 rows, whatever the checkpoint's type: rows are looked up."""
 
-    def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
-        self._table = PlainMatrix(torch.empty(vocab, hidden, dtype=torch.bfloat16, device=device))
+    def __init__(self, vocab: int, hidden: int, device: torch.device, least_rows: int) -> None:
+        self._table = PlainMatrix(torch.empty(vocab, hidden, dtype=torch.bfloat16, device=device), least_rows)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._table.weight.index_select(0, tokens)
@@ -198,29 +204,34 @@ class CudaEmbedding:
 
 
 class CudaMaps:
-    """Makes layers on one GPU; their weights are loaded through the staging memory."""
+    """Makes layers on one GPU; their weights are loaded through the staging memory. least_rows: see CudaOps."""
 
-    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
-        self._device, self._staging = device, staging
+    def __init__(
+        self, device: torch.device, new_experts: NewExperts, staging: Staging, least_rows: int = 1
+    ) -> None:  # fmt: skip
+        self._device, self._staging, self._least_rows = device, staging, least_rows
         self.experts = new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
-        return CudaLinear(outs, inputs, bias, self._device, self._staging)
+        return self._linear(outs, inputs, bias, torch.bfloat16)
 
     def router(self, experts: int, hidden: int, bias: bool = False) -> CudaLinear:
-        return CudaLinear({"router": experts}, hidden, bias, self._device, self._staging, out=torch.float32)
+        return self._linear({"router": experts}, hidden, bias, torch.float32)
 
     def head(self, vocab: int, hidden: int) -> CudaLinear:
-        return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)
+        return self._linear({"head": vocab}, hidden, False, torch.float32)
+
+    def _linear(self, outs: Mapping[str, int], inputs: int, bias: bool, out: torch.dtype) -> CudaLinear:
+        return CudaLinear(outs, inputs, bias, self._device, self._staging, out, self._least_rows)
 
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CudaMlp:
-        return CudaMlp(hidden, width, bias, gating, self._device, self._staging)
+        return CudaMlp(hidden, width, bias, gating, self._device, self._staging, self._least_rows)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CudaLatentMaps:
         return CudaLatentMaps(heads, keys, values, rank, self._device)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
-        return CudaEmbedding(vocab, hidden, self._device)
+        return CudaEmbedding(vocab, hidden, self._device, self._least_rows)
 
     def vector(self, width: int) -> Tensor:
         return torch.empty(width, dtype=torch.bfloat16, device=self._device)

@@ -148,8 +148,9 @@ def by_head(x: Tensor) -> Tensor:
 class CudaAttention:
     """Implements `attention` of ops/table.py."""
 
-    def __init__(self, traits: GpuTraits) -> None:
-        self._traits = traits
+    def __init__(self, traits: GpuTraits, least_rows: int = 1) -> None:
+        """least_rows: see CudaOps."""
+        self._traits, self._least_rows = traits, least_rows
         self._segmented: SegmentedAttention | None = None
 
     def bind(self, segmented: SegmentedAttention) -> None:
@@ -171,7 +172,7 @@ class CudaAttention:
                 )  # fmt: skip
             return out
         rows, heads, dim = q.shape
-        splits = attention_splits(rows, cache.keys.shape[2], self._traits.processors)
+        splits = attention_splits(max(rows, self._least_rows), cache.keys.shape[2], self._traits.processors)
         space = torch.empty(attention_floats(rows, heads, dim, splits), device=q.device)
         attention.decode(
             q, cache, at.page_table, at.kv_lens, softmax, splits, space, out, native_codes=native

@@ -50,9 +50,10 @@ class CudaLatentMaps:
 class CudaLatentAttention:
     """Implements latent_store and latent_attention of ops/table.py."""
 
-    def __init__(self, processors: int, shared_bytes: int) -> None:
-        """processors: SMs of the device; shared_bytes: shared memory that a thread block may use."""
-        self._processors, self._shared_bytes = processors, shared_bytes
+    def __init__(self, processors: int, shared_bytes: int, least_rows: int = 1) -> None:
+        """processors: SMs of the device; shared_bytes: shared memory that a thread block may use. least_rows: see
+        CudaOps."""
+        self._processors, self._shared_bytes, self._least_rows = processors, shared_bytes, least_rows
 
     def store(self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
         latent_store(q, kv, norm, angles, cache, slots)
@@ -66,7 +67,7 @@ class CudaLatentAttention:
         if at.rows_each != 1:
             latent_attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, scale, shared, out)
             return out
-        splits = latent_attention.splits_for(rows, heads, self._processors, shared)
+        splits = latent_attention.splits_for(max(rows, self._least_rows), heads, self._processors, shared)
         space = torch.empty(attention_floats(rows, heads, rank, splits), device=q.device)
         latent_attention.decode(q, cache, at.page_table, at.kv_lens, scale, splits, shared, space, out)
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, kept_form, layout
 from proa.ops import products
 from proa.ops.parts import named_parts
-from proa.ops.sizes import FEW_ROWS, UNPACKED_BYTES
+from proa.ops.sizes import FEW_ROWS, LINEAR_ROWS, UNPACKED_BYTES
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
 from proa.ops.table import LinearMap, Parameters, Sink
 from proa.ops.triton import linear, linear_packed
@@ -36,31 +36,32 @@ class _Matrix(Protocol):
 
 @dataclass(frozen=True)
 class PlainMatrix:
-    """An unpacked matrix; weight: bfloat16 [rows, inputs]."""
+    """An unpacked matrix; weight: bfloat16 [rows, inputs]. least_rows: see CudaOps."""
 
     weight: Tensor
+    least_rows: int = 1
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if len(x) > linear.MOST_TOKENS and dtype == x.dtype:
+        if len(x) > LINEAR_ROWS and dtype == x.dtype:
             return products.linear(x, self.weight, bias)
-        if len(x) > linear.MOST_TOKENS:  # a head or router, whose sums stay float32
+        if len(x) > LINEAR_ROWS:  # a head or router, whose sums stay float32
             return products.wide_linear(x, self.weight, bias, dtype)
         out = torch.empty(len(x), len(self.weight), dtype=dtype, device=x.device)
         self.into(x, bias, out)
         return out
 
     def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        if len(x) > linear.MOST_TOKENS:
+        if len(x) > LINEAR_ROWS:
             out.copy_(self.product(x, bias, out.dtype))
         else:
-            linear.linear(x, self.weight, bias, out)
+            linear.linear(x, self.weight, bias, out, self.least_rows)
 
 
 class PackedMatrix:
-    """A packed matrix with layout `of`; panels: uint8 [panels, panel bytes]."""
+    """A packed matrix with layout `of`; panels: uint8 [panels, panel bytes]. least_rows: see CudaOps."""
 
-    def __init__(self, of: Layout, device: torch.device) -> None:
-        self.of = of
+    def __init__(self, of: Layout, device: torch.device, least_rows: int = 1) -> None:
+        self.of, self._least_rows = of, least_rows
         self.panels = torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
         # Counters of arrived programs: for launches with few rows, and for all others.
         self._arrived = torch.zeros(2, linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
@@ -74,10 +75,10 @@ class PackedMatrix:
         if len(x) >= UNPACKED_TOKENS and out.dtype == x.dtype:
             self._unpacked(x, bias, out)
             return
-        floats = linear_packed.partial_floats(len(x), self.of)
+        floats = linear_packed.partial_floats(max(len(x), self._least_rows), self.of)
         partial = torch.empty(floats, dtype=torch.float32, device=x.device)
         arrived = self._arrived[int(len(x) >= FEW_ROWS)]
-        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, arrived)
+        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, arrived, self._least_rows)
 
     def _unpacked(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Multiply with cuBLAS after dequantising to bfloat16 rows, UNPACKED_BYTES at a time."""
@@ -108,10 +109,11 @@ class CudaLinear:
 
     def __init__(
         self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, staging: Staging,
-        out: torch.dtype = torch.bfloat16,
+        out: torch.dtype = torch.bfloat16, least_rows: int = 1,
     ) -> None:  # fmt: skip
+        """least_rows: see CudaOps."""
         self._outs, self._inputs, self._out = dict(outs), inputs, out
-        self._device, self._staging = device, staging
+        self._device, self._staging, self._least_rows = device, staging, least_rows
         self._stored: dict[str, str] = {}
         rows = sum(outs.values())
         self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
@@ -164,8 +166,9 @@ class CudaLinear:
             weight = torch.empty(rows, self._inputs, dtype=torch.bfloat16, device=self._device)
             for (name, _), part in zip(outs.items(), torch.split(weight, list(outs.values())), strict=True):
                 sinks[name] = DeviceRows(part, self._staging)
-            return _Piece(PlainMatrix(weight), first, first + rows, sinks)
-        matrix = PackedMatrix(layout(form.format, rows, self._inputs, form.group), self._device)
+            return _Piece(PlainMatrix(weight, self._least_rows), first, first + rows, sinks)
+        of = layout(form.format, rows, self._inputs, form.group)
+        matrix = PackedMatrix(of, self._device, self._least_rows)
         panels = [-(-count // PANEL_ROWS) for count in outs.values()]
         for (name, count), part in zip(outs.items(), torch.split(matrix.panels, panels), strict=True):
             sinks[name] = DevicePanels(count, self._inputs, self._ignore_type, self._at(part, form), self._staging)

@@ -39,10 +39,11 @@ class ExpertSpace(Protocol):
 
 class NewExpertSpace(Protocol):
     def __call__(
-        self, tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
+        self, tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False,
+        least_rows: int = 1,
     ) -> ExpertSpace:  # fmt: skip
         """Allocate buffers for up to `tokens` rows. fp8: with many tokens, round activations to e4m3 if the experts are
-        e4m3 and it is faster."""
+        e4m3 and it is faster. least_rows: kernels are chosen as for at least so many rows."""
 
 
 class PackedExperts(Protocol):

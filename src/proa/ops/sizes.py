@@ -13,6 +13,9 @@ from proa.types import MOST_LOGPROBS as MOST_LOGPROBS  # most that a request may
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 
+# Linear layers of up to this many bfloat16 rows have kernels of Proa's; above, those of cuBLAS.
+LINEAR_ROWS = 16
+
 # Whole steps with prompts are padded up to the next of these numbers of rows, for which they have a graph. Launched op
 # by op, 24 layers of Qwen3-30B-A3B take a host 35 ms, an H100 10 ms for 32 rows and 14 for 512 (decision 066).
 PROMPT_ROWS = (32, 64, 128, 256, 512)
@@ -54,6 +57,12 @@ def buckets(most: int) -> tuple[int, ...]:
     """Batch sizes that have a decode graph: 1, 2, 4, 8, then every BUCKET_STEP, and `most` itself."""
     sizes = {size for size in SMALL_BUCKETS if size < most} | set(range(2 * BUCKET_STEP, most, BUCKET_STEP)) | {most}
     return tuple(sorted(sizes))
+
+
+def deterministic_buckets(most: int) -> tuple[int, ...]:
+    """`buckets` with --deterministic: several if a row has the same bits in each (CudaOps, least_rows), which cuBLAS
+    does not give."""
+    return buckets(most) if most <= LINEAR_ROWS else (most,)
 
 
 def prompt_rows(most: int) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from proa.config.options import EngineOptions
 from proa.errors import UsageError
@@ -27,6 +29,19 @@ class FilesAsked:
     files: PrefixFiles | None
     decisions: tuple[Decision, ...] = ()
     buffer_bytes: int = 0
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if the folder, which the engine creates, can be neither read nor created."""
+    here = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise
+    if here.is_dir() and os.access(here, os.X_OK | (os.R_OK if here == folder else os.W_OK)):
+        return
+    fault = "cannot be read" if here == folder else f"cannot be created in {here}"
+    raise UsageError(
+        f"The folder of --prefix-cache-dir, {folder}, {fault}.",
+        "Give a folder that this user can read or create.",
+        param="prefix_cache_dir",
+    )
 
 
 def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked:

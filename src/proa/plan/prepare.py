@@ -20,6 +20,7 @@ from proa.native.ram import measure_ram
 from proa.plan.expert_counts import check_writable, read_counts
 from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
+from proa.plan.prefix_files import check_folder
 from proa.plan.resolve import Host, resolve
 from proa.plan.workers import apart
 from proa.types import ProgressCallback
@@ -60,6 +61,21 @@ def cpu_flops(asked: MachineOptions, machine: Machine, isa: str) -> float:
     return measure_products(found, isa, pinned=asked.cpu_binding != "none")
 
 
+def with_paths(asked: EngineOptions) -> EngineOptions:
+    """The options with absolute paths of what the engine's process writes. Raises UsageError for a path that it could
+    not use."""
+    gpus, cache = asked.gpus, asked.cache
+    if gpus.save_expert_counts is not None:
+        file = Path(gpus.save_expert_counts).absolute()
+        check_writable(file)
+        gpus = replace(gpus, save_expert_counts=str(file))
+    if cache.prefix_cache_dir is not None:
+        folder = Path(cache.prefix_cache_dir).expanduser().absolute()
+        check_folder(folder)
+        cache = replace(cache, prefix_cache_dir=str(folder))
+    return replace(asked, gpus=gpus, cache=cache)
+
+
 def prepare(
     model: str,
     options: EngineOptions | None = None,
@@ -78,7 +94,7 @@ def prepare(
     A model on the hub is planned from its headers before its weights are fetched: one that does not fit is refused.
     Raises ModelError, HubError, UsageError, ResourceError.
     """
-    asked = options or EngineOptions()
+    asked = with_paths(options or EngineOptions())
 
     def judge(preview: Path, load_format: str) -> None:
         preview_opened = open_model(preview, load_format, asked.model)
@@ -102,13 +118,6 @@ def _host(asked: EngineOptions, measure: Measure, machine: Machine | None, kerne
 
 def _settle(model: str, opened: Opened, asked: EngineOptions, host: Host) -> Prepared:
     checkpoint, declared = opened.checkpoint, opened.declared
-    gpus = asked.gpus
-    counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
-    if gpus.save_expert_counts is not None:
-        file = Path(gpus.save_expert_counts).absolute()  # the engine's process writes it
-        check_writable(file)
-        asked = replace(asked, gpus=replace(gpus, save_expert_counts=str(file)))
-    if asked.cache.prefix_cache_dir is not None:
-        folder = str(Path(asked.cache.prefix_cache_dir).expanduser().absolute())  # the engine's process opens it
-        asked = replace(asked, cache=replace(asked.cache, prefix_cache_dir=folder))
+    given = asked.gpus.expert_counts
+    counts = () if given is None else read_counts(Path(given), declared.spec)
     return Prepared(resolve(asked, model, checkpoint, declared, host, counts), checkpoint, declared, host.machine)

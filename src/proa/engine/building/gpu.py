@@ -23,6 +23,7 @@ from proa.engine.building.gpu_plan import (
     cuda_index,
     decode_tokens,
     first_shared,
+    least_rows,
     needed,
     pass_mode,
     placement_of,
@@ -109,8 +110,9 @@ class GpuBuild:
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
         self._traits = traits_of(self._device)
         self._trial = AttentionTrial(plan, spec, self._device, self._traits)
-        self._attention = CudaAttention(self._traits)
-        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention)
+        least = least_rows(plan)
+        self._attention = CudaAttention(self._traits, least)
+        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention, least)
         self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
@@ -133,7 +135,7 @@ class GpuBuild:
         chosen = top_k(self._spec)
         spaces = GpuSpaces(
             self._ops, plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations,
-            beside=plan.prompts_may_run_beside,
+            beside=plan.prompts_may_run_beside, least_rows=least_rows(plan),
         )  # fmt: skip
         co_fetch, registered = None, self._register()
         if registered is not None:

@@ -16,6 +16,7 @@ from proa.hybrid.model import HybridModel, Placement
 from proa.machine.cost.prefill import PrefillRates
 from proa.models.spec import Model
 from proa.obs.units import format_rate
+from proa.ops.sizes import LINEAR_ROWS
 from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
 
@@ -31,6 +32,12 @@ def top_k(spec: Model) -> int:
 def decode_tokens(plan: Plan) -> int:
     """With --deterministic, the most tokens of a job for which the CPU's experts use decode kernels; else 0."""
     return plan.max_running if plan.deterministic else 0
+
+
+def least_rows(plan: Plan) -> int:
+    """Rows for which the GPU's kernels are chosen if a launch has fewer: with --deterministic those of a full decode
+    step, unless its size is the only one (sizes.deterministic_buckets)."""
+    return plan.max_running if plan.deterministic and plan.max_running <= LINEAR_ROWS else 1
 
 
 def pass_mode(plan: Plan) -> str:

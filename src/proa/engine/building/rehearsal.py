@@ -21,7 +21,7 @@ from torch import Tensor
 from proa.cache.keys import run_pages
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.dtypes import DTYPES
-from proa.engine.building.gpu_plan import needed, pass_mode, placement_of, top_k
+from proa.engine.building.gpu_plan import least_rows, needed, pass_mode, placement_of, top_k
 from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
@@ -141,18 +141,20 @@ class Stage:
         ram = _NoMemory(self._pool, [None] * len(workers.teams))
         self._hybrid = HybridModel(placement_of(of.gpu), META, ram, staging)
         traits = GpuTraits(capability, _PROCESSORS)
-        attention = CudaAttention(traits)
+        least = least_rows(plan)
+        attention = CudaAttention(traits, least)
         if not plan.deterministic:
             attention.bind(SegmentedAttention(_no_rectangle, traits))
-        ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention)
+        ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention, least)
         self._model = Decoder(of.spec, ops.table())
         for name, target in self._model.parameters():
             if not isinstance(target, Tensor):
                 target.expect(of.stored.get(name, "BF16"))
         self._ops = device_ops(META)
         self._spaces = spaces = GpuSpaces(
-            self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=plan.prompts_may_run_beside
-        )
+            self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=plan.prompts_may_run_beside,
+            least_rows=least,
+        )  # fmt: skip
         self._transported: _NoTransport | None = None
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces, faults),

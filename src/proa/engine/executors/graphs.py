@@ -36,7 +36,7 @@ from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
 from proa.ops.host_block import HostBlock
-from proa.ops.sizes import FEW_ROWS, buckets
+from proa.ops.sizes import FEW_ROWS, buckets, deterministic_buckets
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -76,8 +76,8 @@ class GraphExecutor:
         self, model: Decoder, caches: Caches, limits: StepLimits, queues: Queues, ops: DeviceOps,
         session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
-        rows; the rows of a step are then of one phase."""
+        """deterministic: decode steps have sizes at which a row has the same bits (sizes.deterministic_buckets); the
+        rows of a step are then of one phase."""
         self.spec, self.clock = model.spec, StepClock()
         queue = queues.steps
         self._model, self.caches, self._limits, self._queues, self._queue = model, caches, limits, queues, queue
@@ -484,7 +484,7 @@ class GraphExecutor:
 def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
     """Numbers of sequences that a decode step is padded to."""
     most = min(limits.sequences, limits.rows)
-    return (most,) if deterministic else buckets(most)
+    return deterministic_buckets(most) if deterministic else buckets(most)
 
 
 def warm_rows(most: int) -> list[int]:

@@ -150,13 +150,14 @@ def takes_chunks(rows: int, key_dim: int, *, one_each: bool) -> bool:
 
 def gated_delta(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
-    mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor,
+    mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor, least_rows: int = 1,
 ) -> None:  # fmt: skip
     """The gated delta rule over T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1, which belong to no
     sequence, become zeros.
 
     Workspace, float32: mixed [T, channels], seen [T, G * R, value dim]. out bfloat16 [T, G * R * value dim]; state.tail
-    bfloat16. chunks: workspace for sequences of more than FEW_ROWS rows; None: compute all token by token.
+    bfloat16. chunks: workspace for sequences of more than FEW_ROWS rows; None: compute all token by token. least_rows:
+    see CudaOps.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, channels = groups * members, weights.conv.shape[0]
@@ -174,7 +175,7 @@ def gated_delta(
             channels, *strides, **constants, WIDE=max(key, value),
             SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=1,
         )  # fmt: skip
-    columns = COLUMNS[sequences > FEW_STATES]
+    columns = COLUMNS[max(sequences, least_rows) > FEW_STATES]
     _rule[(sequences, heads, triton.cdiv(value_dim, columns))](
         x.q, x.k, x.v, x.b, x.a, weights.a_log, weights.dt_bias, mixed, state.rule, state.tail, at.q_starts, at.kv_lens,
         at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,19 +27,22 @@ class ExpertSpace:
     partial: Tensor  # float32 [pairs, hidden]: outputs of the pairs, not yet multiplied by their weights
     groups: Groups
     fp8: Fp8Space | None = None  # activations rounded to e4m3, for many tokens
+    least_rows: int = 1  # see CudaOps
 
 
 def expert_space(
-    tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
+    tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False,
+    least_rows: int = 1,
 ) -> ExpertSpace:  # fmt: skip
     """Allocate buffers for batches of up to `tokens`. fp8: with many tokens, round activations to e4m3 if the experts
-    are e4m3 and it is faster."""
+    are e4m3 and it is faster. least_rows: see CudaOps."""
     pairs = tokens * top_k
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
         torch.empty(pairs, of.hidden, dtype=torch.float32, device=device),
         groups(pairs, experts, device),
         fp8_space(tokens, top_k, of, device) if fp8 else None,
+        least_rows,
     )
 
 
@@ -48,22 +52,25 @@ def experts(
 ) -> None:  # fmt: skip
     """space.partial[t * k + j] = expert at.ids[t, j] applied to x[t], for pairs whose address is not 0.
 
-    x bfloat16 [T, hidden]. The kernels depend only on the number of pairs and of experts. Pairs of one expert must have
-    one address. in_pieces: with up to FEW_PAIRS pairs, some experts may lie in pieces (ops/pieces.py).
+    x bfloat16 [T, hidden]. The kernels depend only on the number of pairs, or of those of space.least_rows if that is
+    more, and of experts. Pairs of one expert must have one address. in_pieces: with up to FEW_PAIRS pairs, some experts
+    may lie in pieces (ops/pieces.py).
     """
     pairs = at.ids.numel()
+    kernel_pairs = max(pairs, space.least_rows * at.ids.shape[1])
     _check(x, at, of, space)
     up_bias, down_bias = (None, None) if biases is None else _of_pairs(biases, at.ids, of)
     if not pairs:
         return
-    if pairs <= FEW_PAIRS:
-        multiply_pairs(x, at.up, of, space.h, up_bias, up=True, in_pieces=in_pieces)
-        multiply_pairs(space.h, at.down, of, space.partial, down_bias, up=False, in_pieces=in_pieces)
+    if kernel_pairs <= FEW_PAIRS:
+        few = partial(multiply_pairs, in_pieces=in_pieces, kernel_pairs=kernel_pairs)
+        few(x, at.up, of, space.h, up_bias, up=True)
+        few(space.h, at.down, of, space.partial, down_bias, up=False)
         return
     by, total = space.groups, len(space.groups.counts)
-    rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)
+    rounded = space.fp8 if space.fp8 is not None and pays(kernel_pairs, total) else Fp8Space(None, None)
     exact = rounded.x is None and rounded.h is None
-    size = block_tokens(pairs, total, coded(of) and exact)
+    size = block_tokens(kernel_pairs, total, coded(of) and exact)
     group(at.ids, total, size, by)
     if rounded.x is None:
         multiply_blocks(x, at.up, by, size, of, space.h, up_bias, up=True)

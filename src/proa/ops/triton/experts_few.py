@@ -96,16 +96,17 @@ def _pair(
 
 def multiply_pairs(
     x: Tensor, address: Tensor, of: ExpertShape, out: Tensor, bias: PairBias | None = None, *, up: bool,
-    in_pieces: bool = False,
+    in_pieces: bool = False, kernel_pairs: int = 0,
 ) -> None:  # fmt: skip
     """Multiply with one matrix of each pair's expert; pairs of address 0 are skipped, and their rows not written.
 
     up: out bfloat16 [T * k, width] = activation(gate x, up x) of x bfloat16 [T, hidden]. Else: out float32
-    [T * k, hidden] = down x of x bfloat16 [T * k, width]. address int64 [T, k]; contiguous columns.
+    [T * k, hidden] = down x of x bfloat16 [T * k, width]. address int64 [T, k]; contiguous columns. kernel_pairs: use
+    the tile for so many pairs, if there are fewer.
     """
     packed, columns = of.matrix(up)
     pairs = address.numel()
-    tile = _tile(packed, "down" if not up else "up of few" if pairs <= _FEW else "up")
+    tile = _tile(packed, "down" if not up else "up of few" if max(pairs, kernel_pairs) <= _FEW else "up")
     _pair[(pairs, triton.cdiv(packed.panels, tile.panels))](
         x, address, *of_pairs(bias), out, x.stride(0), out.stride(0), **matrix_constants(of, up, address.shape[1]),
         IN_PIECES=in_pieces, **_constants(packed, columns, tile, x), num_warps=tile.warps,

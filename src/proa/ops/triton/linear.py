@@ -1,5 +1,5 @@
-"""Linear layers for a few rows, bound by reading the weights once. Belongs here: T <= 16. Never: more rows, for which
-cuBLAS is as fast, or packed weights.
+"""Linear layers for a few rows, bound by reading the weights once. Belongs here: T <= LINEAR_ROWS. Never: more rows,
+for which cuBLAS is as fast, or packed weights.
 
 One row: a program sums some rows of the weights on the CUDA cores. More: the tensor cores multiply tiles of 16 rows,
 and the warps of a program share the columns, so that even a program of 8 outputs keeps eight warps loading. Both
@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import LINEAR_ROWS
 from proa.ops.triton.variant import Variant
-
-MOST_TOKENS = 16
 
 
 @triton.jit
@@ -104,8 +103,9 @@ def _block(tokens: int, outputs: int, inputs: int) -> _Block:
     return _Block(16 if outputs >= 1024 else 8, 64, slices=8, warps=8)  # at most one program per SM
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ weight^T + bias with float32 sums. T up to 16, the number of rows of `x`.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, least_rows: int = 1) -> None:
+    """out = x @ weight^T + bias with float32 sums. T up to LINEAR_ROWS, the number of rows of `x`. With fewer than
+    least_rows, a row has the bits that it would have among so many.
 
     x bfloat16 [T, K], weight bfloat16 [N, K], bias float32 or bfloat16 [N], out bfloat16 or float32 [T, N]. Rows may be
     strided, columns not. Raises ValueError for other shapes, strides and dtypes.
@@ -115,10 +115,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     outputs = len(weight)
     if not tokens:
         return
-    block = _block(tokens, outputs, inputs)
+    kernel_rows = max(tokens, least_rows)
+    block = _block(kernel_rows, outputs, inputs)
     grid = (triton.cdiv(outputs, block.rows),)
     sizes = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": block.stages}
-    if tokens == 1:
+    if kernel_rows == 1:
         _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, num_warps=block.warps)
     else:
         strides = (x.stride(0), weight.stride(0), out.stride(0))
@@ -129,8 +130,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     tokens, inputs = x.shape
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"x must have at most {MOST_TOKENS} rows, not {tokens}")
+    if tokens > LINEAR_ROWS:
+        raise ValueError(f"x must have at most {LINEAR_ROWS} rows, not {tokens}")
     if weight.shape[1:] != (inputs,) or out.shape != (tokens, len(weight)):
         raise ValueError(f"shapes differ: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):

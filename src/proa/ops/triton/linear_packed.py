@@ -176,7 +176,8 @@ def _many(
 
 
 def partial_floats(tokens: int, of: Layout) -> int:
-    """Number of float32 for partial sums that `linear_packed` needs for `tokens` rows."""
+    """Number of float32 for partial sums that `linear_packed` needs for `tokens` or `least_rows` rows, whichever is
+    more."""
     tile = _tile(tokens, of)
     grid = _grid(tokens, of, tile)
     programs = grid.blocks * grid.parts * grid.splits if grid.splits > 1 else 0
@@ -184,21 +185,24 @@ def partial_floats(tokens: int, of: Layout) -> int:
 
 
 def linear_packed(
-    x: Tensor, panels: Tensor, of: Layout, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor
-) -> None:
-    """out = x @ weight^T + bias with float32 sums, where `panels` are `weight` packed in layout `of`.
+    x: Tensor, panels: Tensor, of: Layout, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor,
+    least_rows: int = 1,
+) -> None:  # fmt: skip
+    """out = x @ weight^T + bias with float32 sums, where `panels` are `weight` packed in layout `of`. With fewer than
+    least_rows rows of x, a row has the bits that it would have among so many.
 
     x bfloat16 [T, of.columns], panels uint8 [of.panels, of.panel_bytes] contiguous, bias float32 or bfloat16 [of.rows],
     out bfloat16 or float32 [T, of.rows]. Rows of x and out may be strided, columns not. partial float32
-    [partial_floats(T, of)] or more. arrived int32 [MOST_PROGRAMS], zeros before the first call and after each one;
-    calls that share it must be ordered on one stream. Raises ValueError for other shapes, strides and dtypes.
+    [partial_floats(T or least_rows, of)] or more. arrived int32 [MOST_PROGRAMS], zeros before the first call and after
+    each one; calls that share it must be ordered on one stream. Raises ValueError for other shapes, strides and dtypes.
     """
-    _check(x, panels, of, bias, out, partial, arrived)
     tokens = len(x)
+    kernel_rows = max(tokens, least_rows)
+    _check(x, panels, of, bias, out, partial, arrived, kernel_rows)
     if not tokens:
         return
-    tile = _tile(tokens, of)
-    grid = _grid(tokens, of, tile)
+    tile = _tile(kernel_rows, of)
+    grid = _grid(kernel_rows, of, tile)
     words = panels.view(torch.int32)
     if tile.tokens == 1:
         quads = x.data_ptr() % 8 == 0
@@ -222,8 +226,9 @@ def _constants(of: Layout, tile: Tile, grid: _Grid, quads: bool = True) -> dict[
 
 
 def _check(
-    x: Tensor, panels: Tensor, of: Layout, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor
-) -> None:
+    x: Tensor, panels: Tensor, of: Layout, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor,
+    kernel_rows: int,
+) -> None:  # fmt: skip
     tokens = len(x)
     if x.shape != (tokens, of.columns) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
         raise ValueError(f"x must be bfloat16 [T, {of.columns}] with contiguous rows, not {x.dtype} {tuple(x.shape)}")
@@ -234,7 +239,7 @@ def _check(
         raise ValueError(f"panels must be uint8 [{of.panels}, {of.panel_bytes}], not {got}")
     if bias is not None and (bias.shape != (of.rows,) or bias.stride(0) != 1):
         raise ValueError(f"the bias must be {of.rows} contiguous values, not {tuple(bias.shape)}")
-    needed = partial_floats(tokens, of)
+    needed = partial_floats(kernel_rows, of)
     if partial.dtype != torch.float32 or partial.numel() < needed or not partial.is_contiguous():
         raise ValueError(f"partial must be float32 [{needed}] or more, not {partial.dtype} {tuple(partial.shape)}")
     if arrived.dtype != torch.int32 or arrived.numel() < MOST_PROGRAMS or not arrived.is_contiguous():
