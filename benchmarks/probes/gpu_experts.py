@@ -21,6 +21,7 @@ from torch import Tensor
 
 from proa.models.spec import Router
 from proa.native.formats import BF16_FORM, Format, Layout, facts
+from proa.ops import sizes
 from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
@@ -39,6 +40,7 @@ EXPERTS, TOP_K, LAYERS = 128, 8, 4
 RULE = RouterRule(TOP_K, Router("softmax", True))
 FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *examples())}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
+WIDE = 256  # tokens of a block that only the sweep tries
 
 
 def microseconds(calls: Sequence[Callable[[], None]]) -> float:
@@ -301,6 +303,8 @@ def sweep_grouped(copy: float, layers: Sequence[Layer]) -> None:
     small_first = [(4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4)]
     large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
     large_first = [(8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4), (8, 32, 3, 8), (16, 32, 3, 8), (16, 32, 4, 8)]
+    wide = [(8, 32, 3, 8), (8, 32, 4, 8)]  # others spill registers
+    sizes.BLOCK_TOKENS = experts_grouped.BLOCK_TOKENS = (*sizes.BLOCK_TOKENS, WIDE)
     for tokens, size, tiles, first in (
         (32, 16, small, small_first),
         (128, 16, small, small_first),
@@ -309,18 +313,20 @@ def sweep_grouped(copy: float, layers: Sequence[Layer]) -> None:
         (1024, 64, large, large_first),
         (1024, 128, large, large_first),
         (4096, 128, large, large_first),
+        (4096, WIDE, wide, wide),
     ):
         case, found = Case(layers, tokens), {}
         plain = case.shape.up.format is Format.BF16
         of = experts_grouped._TILES if plain else experts_grouped._DECODED
-        chosen = of[size]
+        chosen = of.get(size)
         for tile in [(*t, False) for t in tiles] + [(*t, True) for t in first if plain]:
             of[size] = experts_grouped._Tile(*tile)
             try:
                 found[tile] = time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
             except triton.runtime.OutOfResources as error:
                 print(f"{tokens} tokens: blocks of {size}, {tile}: {error}")
-        of[size] = chosen
+        if chosen is not None:
+            of[size] = chosen
         best = min(found, key=lambda tile: found[tile])
         print(f"fastest for {tokens} tokens, blocks of {size}: {best}, {found[best]:.1f} us with two groups")
 

@@ -143,6 +143,7 @@ def test_pages_move_between_kv_and_experts(gpu: str, tmp_path: Path) -> None:
     stop(engine)
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("gpu", DEVICES)
 def test_decode_grows_over_lent_pages(gpu: str, tmp_path: Path) -> None:
     model = make_tiny("qwen3-moe", tmp_path, max_position_embeddings=CONTEXT)
