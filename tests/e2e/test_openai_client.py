@@ -187,6 +187,7 @@ def wave(client: openai.OpenAI, salt: str) -> None:
     assert all(text for _, _, text in answers)
 
 
+@pytest.mark.seldom
 def test_64_streams_lose_nothing_and_memory_stays_flat(server: Server, client: openai.OpenAI) -> None:
     wave(client, "first")
     wait_for(server.is_idle, 10)
