@@ -8,7 +8,7 @@ from dataclasses import replace
 from proa.errors import UsageError
 from proa.models.spec import Model
 from proa.native.formats import E4M3_FORMS
-from proa.ops.sizes import E4M3_CAPABILITY, E4M3_COLUMNS, buckets
+from proa.ops.sizes import E4M3_CAPABILITY, E4M3_COLUMNS, PROMPT_ROWS, buckets
 from proa.plan.budget import Demand
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan
@@ -62,6 +62,9 @@ def fp8_rows(
     few_above, few_most, many_above = (tokens * experts // top_k for tokens in (FEW_ABOVE, FEW_MOST, MANY_ABOVE))
     why = (
         "as asked; lossy: on the GPU rows are rounded to E4M3 for experts of many tokens, where that is faster: in "
-        f"steps of {few_above + 1} to {few_most} tokens, and of more than {many_above}"
+        f"steps of {few_above + 1} to {few_most} rows, and of more than {many_above}"
     )
+    if gpu.prompt_graphs:
+        *others, most = PROMPT_ROWS
+        why += f" (a prompt of up to {most} tokens is padded to {', '.join(map(str, others))} or {most} rows)"
     return (Decision("fp8 activations", "on", "experts of many tokens", why),)
