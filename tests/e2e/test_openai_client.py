@@ -167,7 +167,7 @@ def wave(client: openai.OpenAI, salt: str) -> None:
     def ask(i: int) -> tuple[int, str | None, str]:
         stream = client.chat.completions.create(
             model=MODEL,
-            messages=chat(f"{salt} {i}. " + "A boat. " * (i % 9)),
+            messages=chat(f"{salt} {i}. " + "A boat. " * (i % 3)),
             max_tokens=2 + i % 7,
             temperature=1.0,
             seed=i,
