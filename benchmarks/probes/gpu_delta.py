@@ -67,9 +67,8 @@ class Layer:
     def run(self, shape: ChunkTile | None = None) -> None:
         """By chunks where there is a shape."""
         chunks = None if shape is None else Chunks(shape, self.space)
-        delta.gated_delta(
-            self.x, self.weights, self.state, self.at, self.slots, self.mixed, self.seen, chunks, self.out
-        )
+        space = delta.DeltaSpace(self.mixed, self.seen, chunks)
+        delta.gated_delta(self.x, self.weights, self.state, self.at, self.slots, space, self.out)
 
 
 def decode(bandwidth: float) -> None:

@@ -24,14 +24,15 @@ from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
 from proa.ops.caches import RecurrentState
 from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch
-from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
+from proa.ops.triton.delta import FEW_ROWS, FEW_STATES, DeltaSpace, gated_delta, takes_chunks
 from proa.ops.triton.delta_chunks import shape_for
 from proa.plan.kernels import chunks_bytes
 
 
 def run(
-    x: DeltaInputs, w: DeltaWeights, state: RecurrentState, at: DeviceBatch, padding: int, device: torch.device
-) -> torch.Tensor:
+    x: DeltaInputs, w: DeltaWeights, state: RecurrentState, at: DeviceBatch, padding: int, device: torch.device,
+    least_rows: int = 1,
+) -> torch.Tensor:  # fmt: skip
     """The result for x's rows, of which the last `padding` are padding."""
     rows, groups = x.q.shape[:2]
     heads, dim = groups * x.v.shape[2], x.v.shape[3]
@@ -43,7 +44,7 @@ def run(
     gated_delta(
         on(x, device),
         DeltaWeights(w.conv.to(device), w.a_log.to(device), w.dt_bias.to(device), w.norm.to(device), w.eps),
-        state, at, slots, mixed, seen.view(rows, heads, dim), chunks, out,
+        state, at, slots, DeltaSpace(mixed, seen.view(rows, heads, dim), chunks), out, least_rows,
     )  # fmt: skip
     return out.cpu().view(rows, heads, dim)
 
@@ -83,6 +84,20 @@ def test_gated_delta(size: str, case: str, rng: torch.Generator, device: torch.d
     others = [i for i in range(len(texts) + 2) if i not in slots]
     assert state.rule[others].isnan().all()
     assert state.tail[others].isnan().all()
+
+
+def test_fewer_rows_have_the_bits_of_least_rows(rng: torch.Generator, device: torch.device) -> None:
+    shape, many = SHAPES["small"], FEW_STATES + 2
+    w, rows = weights(shape, rng, BF16), [inputs(shape, 1, rng, BF16) for _ in range(many)]
+    made, found = poisoned_state(shape, many, BF16), []
+    for count in (many, 1, 3):
+        state = RecurrentState(made.rule.clone().to(device), made.tail.clone().to(device))
+        at = batch([1] * count, [1] * count, list(range(count)), device)
+        got = run(joined(shape, rows[:count]), w, state, at, 0, device, least_rows=many)
+        found.append((got, state.rule.cpu()))
+    for got, rule in found[1:]:
+        assert torch.equal(got, found[0][0][: len(got)])
+        assert torch.equal(rule[: len(got)], found[0][1][: len(got)])
 
 
 @pytest.mark.gpu
@@ -140,8 +155,8 @@ def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device
     at, slots, out = batch([2], [2], [0], device), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 6 * 16, dtype=BF16)
     mixed, seen = torch.zeros(2, shape.channels), torch.zeros(2, 6, 16)
     with pytest.raises(ValueError, match="must be contiguous"):
-        gated_delta(x, w, state, at, slots, mixed[:1], seen, None, out)
+        gated_delta(x, w, state, at, slots, DeltaSpace(mixed[:1], seen), out)
     with pytest.raises(ValueError, match="out"):
-        gated_delta(x, w, state, at, slots, mixed, seen, None, out[:, 1:])
+        gated_delta(x, w, state, at, slots, DeltaSpace(mixed, seen), out[:, 1:])
     with pytest.raises(ValueError, match="channels"):
-        gated_delta(part(x, slice(None)), weights(SHAPES["wide"], rng, BF16), state, at, slots, mixed, seen, None, out)
+        gated_delta(x, weights(SHAPES["wide"], rng, BF16), state, at, slots, DeltaSpace(mixed, seen), out)

@@ -123,9 +123,8 @@ class CudaOps:
             space = torch.empty(delta_chunk_floats(rows, heads), device=x.q.device)
             chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
-        delta.gated_delta(
-            x, weights, state, at, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out, self._least_rows
-        )
+        buffers = delta.DeltaSpace(mixed, seen.view(rows, heads, dim), chunks)
+        delta.gated_delta(x, weights, state, at, batch.slots, buffers, out, self._least_rows)
         return out
 
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:

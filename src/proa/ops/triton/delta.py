@@ -7,6 +7,7 @@ where states are stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 
 import triton
@@ -148,19 +149,28 @@ def takes_chunks(rows: int, key_dim: int, *, one_each: bool) -> bool:
     return not one_each and rows > FEW_ROWS and key_dim <= delta_chunks.MOST_KEY
 
 
+@dataclass(frozen=True)
+class DeltaSpace:
+    """Buffers of a call, float32: mixed [T, channels], seen [T, G * R, value dim]; chunks: for sequences of more than
+    FEW_ROWS rows, None: all are computed token by token."""
+
+    mixed: Tensor
+    seen: Tensor
+    chunks: Chunks | None = None
+
+
 def gated_delta(
-    x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
-    mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor, least_rows: int = 1,
+    x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor, space: DeltaSpace,
+    out: Tensor, least_rows: int = 1,
 ) -> None:  # fmt: skip
     """The gated delta rule over T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1, which belong to no
     sequence, become zeros.
 
-    Workspace, float32: mixed [T, channels], seen [T, G * R, value dim]. out bfloat16 [T, G * R * value dim]; state.tail
-    bfloat16. chunks: workspace for sequences of more than FEW_ROWS rows; None: compute all token by token. least_rows:
-    see CudaOps.
+    out bfloat16 [T, G * R * value dim]; state.tail bfloat16. least_rows: see CudaOps.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, channels = groups * members, weights.conv.shape[0]
+    mixed, seen, chunks = space.mixed, space.seen, space.chunks
     _check(x, weights, state, mixed, seen, out)
     if not rows:
         return
