@@ -2,9 +2,7 @@
 long a request waited for one. Needs a GPU, the native library and no network; takes about two minutes.
 
 Serves a model of the demo's shapes with random weights by `proa serve`, each cold start with a cache folder of its own,
-and asks it for prompts of many kinds, one by one and at once: first right after it is ready, then again. Where Python
-is told to write no bytecode, as in many containers, it is written to a folder of the probe's: installed packages bring
-theirs, and without it torch is compiled anew in each start.
+and asks it for prompts of many kinds, one by one and at once: first right after it is ready, then again.
 
 Run: PYTHONPATH=src python benchmarks/probes/gpu_start.py [--gpu 0] [--cases all,hybrid,warm]
 Prints a line a start and its stages; aims: ready cold in 10 s and warm in 6 s, no request waits 0.2 s for a kernel.
@@ -31,6 +29,8 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+from proa.config.bytecode import bytecode_environ
 
 READY_S, REQUEST_S = 120.0, 60.0
 TAIL = 25  # lines of a server's log that are shown where it fails
@@ -202,19 +202,13 @@ def report(name: str, server: Server, before: int, after: int) -> None:
             print(f"    {at:6.2f} {line[:180]}")
 
 
-def keep_bytecode(folder: Path) -> None:
-    """Let Python keep the bytecode of what it imports, if the environment forbids that."""
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        print("PYTHONDONTWRITEBYTECODE is set: bytecode is kept in a folder of the probe's")
-        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
-
-
-def imports() -> None:
+def imports(cache: Path) -> None:
+    env = os.environ | bytecode_environ(cache)  # as the servers
     for module in IMPORTS:
         took = []
         for _ in range(2):
             begin = time.monotonic()
-            done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
+            done = subprocess.run([sys.executable, "-c", f"import {module}"], env=env, capture_output=True, check=False)
             took.append(time.monotonic() - begin)
         failed = f" failed: {done.stderr.decode().splitlines()[-1]}" if done.returncode else ""
         print(f"import {module}: {shown(took)} s{failed}", flush=True)
@@ -254,8 +248,7 @@ def main() -> None:
     gpu = ["--gpu", asked.gpu]
     hybrid = [*gpu, "--gpu-experts", "4"]
     with tempfile.TemporaryDirectory() as made:
-        keep_bytecode(Path(made, "bytecode"))
-        imports()
+        imports(Path(made))
         folder, cases = model_folder(Path(made, "model")), asked.cases.split(",")
         for case, options in (("all", gpu), ("hybrid", hybrid)):
             if case in cases:

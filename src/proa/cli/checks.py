@@ -83,6 +83,8 @@ def _python() -> Iterator[Finding]:
     if wrong:
         yield Finding("packages", "broken", "; ".join(wrong), "Run `pip install --upgrade proa`.")
     yield Finding("packages", "ok", ", ".join(versions))
+    if sys.pycache_prefix is not None:
+        yield Finding("bytecode", "ok", f"kept in {sys.pycache_prefix}")
 
 
 def package_state(requirement: str) -> tuple[str, str, str]:

@@ -6,6 +6,7 @@ fast.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proa.cli.command import full_help, load_command
+from proa.config.bytecode import keep_bytecode
 from proa.config.env import read_env
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
@@ -83,7 +85,9 @@ def run(argv: Sequence[str]) -> int:
         kind = "option" if word.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--help-all", "--version"]
         raise UsageError(f"proa has no {kind} {word}.", f"{did_you_mean(word, known)} See `proa --help`.".strip())
-    read_env()  # raises UsageError for a misspelt PROA_ variable before any work
+    env = read_env()  # raises UsageError for a misspelt PROA_ variable before any work
+    with contextlib.suppress(UsageError):  # no home folder
+        keep_bytecode(env.cache)
     return load_command(COMMANDS[word].module)(argv[1:])
 
 

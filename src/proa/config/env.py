@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from proa.config.bytecode import bytecode_environ
 from proa.config.field import declarations, option
 from proa.config.suggest import did_you_mean
 from proa.config.value import from_text
@@ -113,18 +114,23 @@ def child_environ(**switches: str) -> dict[str, str]:
 
     OpenMP threads must sleep while waiting: spinning threads starve each other when other programs use the cores.
     oneDNN's caches keep a compiled kernel of about 340 KB per shape, 1024 by default, too much to plan memory for
-    (docs/decisions/010). Triton's cache of compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
+    (docs/decisions/010). In Proa's cache folder are Triton's cache of compiled GPU kernels, by Proa's version, and
+    bytecode that Python would keep nowhere.
     """
+    kernels, bytecode = _caches()
     return {
         **_LIBRARY_DEFAULTS,
-        **_kernel_cache(),
+        **kernels,
         **os.environ,
+        **bytecode,
         **{PREFIX + name.upper(): value for name, value in switches.items()},
     }
 
 
-def _kernel_cache() -> dict[str, str]:
+def _caches() -> tuple[dict[str, str], dict[str, str]]:
+    """Variables for the folders of compiled kernels and of bytecode."""
     try:
-        return {"TRITON_CACHE_DIR": str(read_env().cache / "triton" / proa_version())}
+        cache = read_env().cache
     except UsageError:  # no home folder: leave the location, and the error message, to Triton
-        return {}
+        return {}, {}
+    return {"TRITON_CACHE_DIR": str(cache / "triton" / proa_version())}, bytecode_environ(cache)
