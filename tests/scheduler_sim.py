@@ -16,7 +16,7 @@ from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
 from proa.engine.executors.page_table import PageTable
 from proa.engine.scheduling.copying import CopyRules
-from proa.engine.scheduling.phases import FixedPhases
+from proa.engine.scheduling.phases import FixedPhases, FreePhases
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.request import NO_SLOT, Request
 from proa.engine.scheduling.scheduler import Scheduler
@@ -76,16 +76,19 @@ class FakeEngine:
 
     def __init__(
         self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None,
-        *, turns: bool = False, phases: FixedPhases | None = None, tiers: SimTiers | None = None,
+        *, turns: bool = False, phases: FixedPhases | None = None, least_tokens: int = 1, tiers: SimTiers | None = None,
     ) -> None:  # fmt: skip
         """copies: number of copies of recurrent states; with 0 and a cache, the model has no recurrent states. phases:
-        None means FreePhases."""
+        None means FreePhases(least_tokens)."""
         self.limits, self.phases = limits, phases
         self.allocator = PageAllocator(num_pages)
         self.copies = StateCopies(limits.num_slots, copies) if copies else None
         self.cache = PrefixCache(limits.page_tokens, self.allocator, self.copies) if with_cache else None
         self.tiers = tiers
-        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases, tiers=tiers)
+        self.scheduler = Scheduler(
+            limits, self.allocator, self.cache, rules,
+            turns=turns, phases=phases or FreePhases(least_tokens), tiers=tiers,
+        )  # fmt: skip
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int, str]] = {}  # (page, slot) -> (token, digest, kernel)
         self.states: dict[int, int] = {}  # state slot -> digest, in place of recurrent states
@@ -161,12 +164,17 @@ class FakeEngine:
         now, a row may read a page for which the tree has another one by now) and with reused slots of copies."""
         rows = [name for table in self.tables for name in table]
         ended = any(not self.scheduler.counts(item) for plan in self.plans for item in plan.items)
-        moved = any(
+        return self.plans[:1] if ended or self.moved or self.copies or len(set(rows)) < len(rows) else self.plans
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step ahead reads a page for which its request got the tree's page since. An engine plans no step
+        beside it meanwhile, which may be computed first, and may own that page."""
+        return any(
             table[item.request.id][0] != item.request.pages[: len(table[item.request.id][0])]
             for plan, table in zip(self.plans, self.tables, strict=True)
             for item in plan.items
         )
-        return self.plans[:1] if ended or moved or self.copies or len(set(rows)) < len(rows) else self.plans
 
     def finish_beside(self) -> list[TokenEvent]:
         """Compute the last part of the step beside, and commit it."""

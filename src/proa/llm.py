@@ -242,7 +242,7 @@ class AsyncLLM:
             raise RequestError(
                 f"params is of type {type(params).__name__}.", "Give SamplingParams(...).", param="params"
             )
-        tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
+        tokens = list(prompt) if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
         if params.constraint is not None or params.thinking is not None:
             await self._prepare(params.constraint)

@@ -194,6 +194,24 @@ def test_another_engines_files_are_seen(tmp_path: Path, monkeypatch: pytest.Monk
     assert mine.has(key_of(1))
 
 
+def test_engines_with_the_same_process_id_write_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers may share the folder, and their processes' numbers are often the same."""
+    mine, theirs = FileStore(tmp_path, ROOT, LIMIT), FileStore(tmp_path, ROOT, LIMIT)
+    rename = os.rename
+
+    def interrupted(source: Path, target: Path) -> None:
+        monkeypatch.undo()
+        assert write(mine, 2)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    assert write(theirs, 1)
+    assert (read(mine, 1), read(theirs, 2)) == (payload_of(1), payload_of(2))
+    assert mine.failed_writes == theirs.failed_writes == 0
+
+
 def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     def made(root: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         keys: list[bytes] = []

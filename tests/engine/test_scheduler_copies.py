@@ -13,9 +13,10 @@ PROMPT = list(range(1, 31))  # 7 pages of 4, and 2 tokens
 
 
 def engine(
-    copies: int = 8, num_pages: int = 64, every: int = 4, cut: int = 8, asking: int = 1, **limits: int
+    copies: int = 8, num_pages: int = 64, every: int = 4, cut: int = 8, asking: int = 1, least: int = 1, **limits: int
 ) -> FakeEngine:
-    return FakeEngine(make_limits(**limits), num_pages, copies=copies, rules=CopyRules(every, cut, asking))
+    rules = CopyRules(every, cut, asking)
+    return FakeEngine(make_limits(**limits), num_pages, copies=copies, rules=rules, least_tokens=least)
 
 
 def run(fake: FakeEngine, *requests: tuple[str, list[int], int]) -> list[list[tuple[str, int, int]]]:
@@ -67,6 +68,16 @@ def test_the_copy_precedes_what_a_template_omits(asking: int, cached: int) -> No
     run(fake, ("a", PROMPT[:29], 9))
     run(fake, ("b", [*PROMPT[:27], 9, 9, 9, 9, 9], 1))
     assert fake.cached_tokens["b"] == cached, "the first two turns have 27 tokens in common, of 29"
+    fake.drain()
+
+
+@pytest.mark.parametrize("tokens", range(24, 29))
+def test_the_copy_precedes_the_last_chunk(tokens: int) -> None:
+    """The last chunk has at least 5 tokens, so the same prompt cannot use a copy 4 tokens before its end."""
+    fake = engine(asking=4, least=5, max_batch_tokens=64)
+    run(fake, ("a", PROMPT[:tokens], 1))
+    run(fake, ("b", PROMPT[:tokens], 1))
+    assert fake.cached_tokens["b"] == (tokens - 5) // 4 * 4
     fake.drain()
 
 

@@ -57,7 +57,10 @@ def make_engine(random: Random) -> FakeEngine:
         limits = replace(limits, pass_tokens=random.choice([0, 2, 5]) * phases.cells.tokens)
     turns = phases is not None or random.random() < 0.7
     tiers = make_tiers(random, page_tokens) if with_cache and random.random() < (0.9 if copies else 0.5) else None
-    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases, tiers=tiers)
+    return FakeEngine(
+        limits, num_pages, with_cache, copies, rules,
+        turns=turns, phases=phases, least_tokens=5 if num_pages % 4 == 0 else 1, tiers=tiers,
+    )  # fmt: skip
 
 
 def make_tiers(random: Random, page_tokens: int) -> SimTiers:
@@ -116,7 +119,9 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
         for _ in range(int(random.expovariate(1 / eagerness))):
             try_submit(fake, make_request(random, f"r{num_submitted}"))
             num_submitted += 1
-        while len(fake.plans) < depth and fake.begin(short_tokens if random.random() < 0.5 else 0) is not None:
+        while len(fake.plans) < depth and not fake.moved:
+            if fake.begin(short_tokens if random.random() < 0.5 else 0) is None:
+                break
             most = max(most, len(fake.plans))
         if len(fake.plans) == 1 and random.random() < hurry:
             ahead += fake.begin_ahead() is not None

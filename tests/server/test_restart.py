@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from types import SimpleNamespace
 
 import httpx
@@ -137,6 +138,30 @@ def test_an_engine_that_cannot_load_again_counts_as_dead(tokenizer: Tokenizer) -
             engines.made[i].die(ResourceError("No memory.", "Wait."))
         await asyncio.wait_for(engine.wait_ended(), 1)
         assert engine.state == "failed"
+        await engine.close()
+
+    run(work())
+
+
+def test_a_process_that_cannot_be_started_counts_as_dead(tokenizer: Tokenizer) -> None:
+    async def work() -> None:
+        engines = Engines(tokenizer)
+        refusals = iter([OSError(errno.EAGAIN, "no process is left"), None, *[OSError(errno.ENOMEM, "no memory")] * 2])
+
+        async def launch() -> FakeEngine:
+            if (refusal := next(refusals)) is not None:
+                raise refusal
+            return await engines.launch()
+
+        engine = RestartingEngine(await engines.launch(), launch)
+        await settle()
+        engines.made[0].die()
+        await settle()
+        assert engine.state == "ready"
+        engines.made[1].die()
+        await asyncio.wait_for(engine.wait_ended(), 1)
+        assert engine.state == "failed"
+        assert "no memory" in str(engine.failure)
         await engine.close()
 
     run(work())

@@ -195,6 +195,18 @@ def test_the_answer_is_the_fold_of_the_stream(make_llm: Callable[..., AsyncLLM],
     assert answer.prompt_logprobs == [None, *(logprob_of(t, 1) for t in prompt[1:])]
 
 
+def test_a_prompt_may_be_changed_after_it_was_sent(make_llm: Callable[..., AsyncLLM], tokenizer: Tokenizer) -> None:
+    """As by `prompt += answer.choices[0].tokens` for the next turn."""
+    prompt = tokenizer.encode("Hello")
+
+    async def work() -> Any:
+        answer = await make_llm(FakeEngine()).generate(prompt)
+        prompt.append(1)
+        return answer
+
+    assert asyncio.run(work()).prompt_tokens == tokenizer.encode("Hello")
+
+
 def test_four_siblings_come_interleaved_and_fold_apart(make_llm: Callable[..., AsyncLLM], tokenizer: Tokenizer) -> None:
     texts = ["first 😀", "second one", "third", "fourth and last"]
 

@@ -12,9 +12,9 @@ limit of bytes. Files contain what users wrote, so only their owner may read the
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
+import secrets
 import struct
 import threading
 import time
@@ -54,7 +54,6 @@ class FileStore:
         self._prefix = hashlib.blake2b(root, digest_size=6).hexdigest() + "-"
         self._lock = threading.Lock()
         self._files: dict[str, _Held] = {}  # name -> file, of all roots
-        self._count = itertools.count()
         self._touched: set[str] = set()
         self._paused_until_s = self._listed_s = 0.0
         self._warns_of_bad = self._warns_of_failed = True  # each warning is logged once
@@ -120,7 +119,7 @@ class FileStore:
         if nbytes > self._limit_bytes:
             return False
         self._make_room(nbytes)
-        temporary = self._folder / f"{os.getpid()}-{next(self._count)}{TEMPORARY}"
+        temporary = self._folder / f"{secrets.token_hex(8)}{TEMPORARY}"  # engines in containers have equal process ids
         try:
             _write(temporary, head, payload)
             os.rename(temporary, self._folder / name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -91,20 +90,26 @@ class RestartingEngine:
         except ProaError as error:
             self._failure = error
             return
-        while True:
-            await self._current.wait_ended()
-            failure = self._current.failure or EngineDead("The engine stopped by itself.")
-            if not self._may_restart():
-                break
+        failure = await self._death()
+        while self._may_restart():
             self._is_restarting = True
             log.error("%s Restarting the engine (%d of %d).", failure, len(self._restarted_s), MOST_RESTARTS)
-            with contextlib.suppress(ProaError):  # the next iteration handles it as the current engine's failure
+            try:
                 await self._restart()
+            except ProaError as error:
+                failure = error
+            else:
+                failure = await self._death()
         self._failure = EngineDead(
             f"The engine died {MOST_RESTARTS + 1} times within {WINDOW_S / 60:.0f} minutes, the last time because: "
             f"{failure.message}",
             failure.remedy,
         )
+
+    async def _death(self) -> ProaError:
+        """Wait until the current engine ends; return why it did."""
+        await self._current.wait_ended()
+        return self._current.failure or EngineDead("The engine stopped by itself.")
 
     def _may_restart(self) -> bool:
         now_s = time.monotonic()
@@ -116,7 +121,10 @@ class RestartingEngine:
     async def _restart(self) -> None:
         """Replace the dead engine; return when the new one is ready. Raises the failure that prevents it."""
         await self._current.close()  # waits for the process, so that its memory is free
-        self._current = await self._launch()
+        try:
+            self._current = await self._launch()
+        except OSError as error:
+            raise EngineDead(f"The engine process cannot be started: {error.strerror}.") from error
         await self._current.wait_ready()
         if self._vocabulary is not None:
             self._current.learn(self._vocabulary)

@@ -41,10 +41,13 @@ class Copying:
     `passing`. Offers those copies to the tiers that later prompts can continue from: at a branch, at a prompt's end,
     and the last one of a request."""
 
-    def __init__(self, cache: PrefixCache, rules: CopyRules, behind: Behind) -> None:
+    def __init__(self, cache: PrefixCache, rules: CopyRules, behind: Behind, least_tokens: int) -> None:
+        """least_tokens: of a prompt's last chunk. The copy at a prompt's end is taken before them too, since the same
+        prompt could not continue from a later one."""
         if cache.copies is None:
             raise ValueError("this prefix cache keeps no copies of states: make it with StateCopies")
         self._copies, self._page_tokens, self._rules, self._behind = cache.copies, cache.page_tokens, rules, behind
+        self._end_tokens = max(rules.asking_tokens, least_tokens)
 
     def admit(self, request: Request, match: PrefixMatch) -> None:
         """Have `request` continue from `match`."""
@@ -114,11 +117,11 @@ class Copying:
         self._copies.check([*reserved, *self._behind.held_slots()])
 
     def _prompt_stop(self, request: Request) -> int:
-        """The last page boundary of the prompt before its last asking_tokens tokens."""
-        stop = max(0, request.num_prompt - self._rules.asking_tokens)
+        """The last page boundary of the prompt before its last `_end_tokens` tokens."""
+        stop = max(0, request.num_prompt - self._end_tokens)
         return stop - stop % self._page_tokens
 
 
-def copying(cache: PrefixCache | None, rules: CopyRules, behind: Behind) -> Copying | None:
+def copying(cache: PrefixCache | None, rules: CopyRules, behind: Behind, least_tokens: int) -> Copying | None:
     """The rules for a cache with copies of states; None without copies. behind: the tiers that are offered copies."""
-    return Copying(cache, rules, behind) if cache is not None and cache.copies is not None else None
+    return Copying(cache, rules, behind, least_tokens) if cache is not None and cache.copies is not None else None

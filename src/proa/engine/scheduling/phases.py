@@ -32,6 +32,11 @@ class NextChunk:
 
 class Phases(Protocol):
     @property
+    def least_tokens(self) -> int:
+        """Minimum size of a prompt's last chunk, so a prompt takes at most all tokens before these from the prefix
+        cache."""
+
+    @property
     def in_cells(self) -> bool:
         """Whether prompts are computed in cells."""
 
@@ -110,6 +115,7 @@ class FixedPhases:
     cells: Cells | None = None
     one_decode: bool = False
     keeps_states: bool = False
+    least_tokens: ClassVar[int] = 1
 
     @property
     def in_cells(self) -> bool:

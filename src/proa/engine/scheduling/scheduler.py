@@ -68,7 +68,7 @@ class Scheduler:
         self._phases: Phases = phases or FreePhases()
         self.room = Room(allocator, prefix_cache)
         self.behind = behind(tiers, prefix_cache, allocator, self._phases)
-        self._copying = copying(prefix_cache, copy_rules or CopyRules(), self.behind)
+        self._copying = copying(prefix_cache, copy_rules or CopyRules(), self.behind, self._phases.least_tokens)
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
