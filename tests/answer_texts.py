@@ -57,7 +57,8 @@ def _minimax(name: str, arguments: Mapping[str, Any]) -> str:
 
 def _deepseek(call: str) -> Write:
     def write(name: str, arguments: Mapping[str, Any]) -> str:
-        text = call.replace("NAME", name).replace("ARGUMENTS", _json(arguments))
+        begin, _, end = call.partition("ARGUMENTS")
+        text = begin.replace("NAME", name) + _json(arguments) + end
         return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{text}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
     return write

@@ -105,6 +105,25 @@ def test_null_means_not_given() -> None:
     assert unknown == ["x"]
 
 
+_CALL = {"function": {"name": "f", "arguments": {}}}
+_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": None, "is_error": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": USER, "stream": True, "stream_options": {"include_usage": None}}),
+        ("/api/chat", {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [_CALL]}]}),
+        ("/api/chat", {"messages": USER, "options": {"stop": None, "presence_penalty": None}}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [_RESULT]}], "max_tokens": 1}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}],
+                          "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
+    ],
+)  # fmt: skip
+def test_null_in_an_object_means_not_given(tokenizer: Tokenizer, path: str, body: dict[str, typing.Any]) -> None:
+    assert post(tokenizer, path, json=body).status_code == 200
+
+
 def test_docs_name_every_field() -> None:
     named = set(re.findall(r"`([a-z_]+)`", DOCS.read_text(encoding="utf-8")))
     schemas = (ChatRequest, CompletionRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)

@@ -231,16 +231,37 @@ def test_an_error_in_the_middle_is_a_failed_response(tokenizer: Tokenizer) -> No
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "proa.x"}]}, "input"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "proa.x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": True}}, "tool_choice.tools"),
+        ({"tools": [{"type": "namespace", "name": "fs", "tools": "all"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "fs", "tools": [None]}]}, "tools[0].tools"),
+        ({"tools": [{"type": "custom", "name": "f", "description": True}]}, "tools[0].description"),
+        ({"tools": [{"type": "custom", "name": "f", "format": True}]}, "tools[0].format"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": "x"}]}, "tools[0].parameters"),
     ],
 )
 def test_wrong_fields(changes: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         chat_of(**changes)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_error_counts_only_the_items_of_this_request() -> None:
+    request = ResponsesRequest.model_validate({"input": [{"type": "item_reference", "id": "x"}]})
+    with pytest.raises(ApiError) as caught:
+        as_chat(request, [{"role": "user", "content": "Hi"}, *request.input])
+    assert caught.value.param == "input[0]"
+
+
+def test_a_type_of_null_is_not_given() -> None:
+    item = {"type": None, "role": "user", "content": "Hi"}
+    assert chat_of(input=[item]).messages == [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(

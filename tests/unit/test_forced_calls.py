@@ -82,6 +82,17 @@ def test_accepted_calls(calls: CallFormat) -> None:
     assert not accepts(grammar(calls, "now"), write("get_weather", GOOD))
 
 
+@pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
+def test_names_that_are_words_of_the_templates(calls: CallFormat) -> None:
+    properties = {"KEY": {"type": "string"}, "VALUE": {"type": "string"}, "STRING": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "ARGUMENTS_of_NAME", "parameters": schema}}]
+    found = call_grammar(calls, tools, ["ARGUMENTS_of_NAME"], only_one=True)
+    assert found is not None
+    write = OWN.get(calls.name, WRITERS[calls.name][0])
+    assert accepts(found, write("ARGUMENTS_of_NAME", {"KEY": "a", "VALUE": "b", "STRING": 1}))
+
+
 IN_JSON = [f for f in FORCED if not f.parameter]  # random text hardly ever ends a parameter of the others
 
 

@@ -226,14 +226,15 @@ def test_calls_in_a_form_that_the_template_refuses(name: str, published: dict[st
         assert rendered.text.count('{"name": "wetter"') == 2
 
 
-def test_tools_for_a_template_that_ignores_them() -> None:
+@pytest.mark.parametrize("name", ["wetter", "ARGUMENTS_of_NAME"])
+def test_tools_for_a_template_that_ignores_them(name: str) -> None:
     template = chatml()
     chosen = choose("auto", "auto", ModelFacts(template.source, template.renders_tools, {}))
     assert "the chat template ignores tools" in chosen.decisions[0].why
     calling = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Wetter?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "wetter", "arguments": '{"a": 1}'}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": '{"a": 1}'}}]},
         {"role": "tool", "content": "12"},
         {"role": "tool", "content": "13"},
     ]
@@ -243,7 +244,7 @@ def test_tools_for_a_template_that_ignores_them() -> None:
     assert rendered.text.count("[system]") == 1
     assert '"name": "wetter"' in rendered.text
     assert "Be brief." in rendered.text
-    assert '[assistant]<tool_call>\n{"name": "wetter", "arguments": {"a": 1}}\n</tool_call>[user]' in rendered.text
+    assert f'[assistant]<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>[user]' in rendered.text
     assert rendered.text.endswith("12\n</tool_response>\n\n<tool_response>\n13\n</tool_response>")
     without = render(template.render, Chat(messages=calling[:2]), tools)
     assert (without.text, without.has_system_tools) == ("[system]Be brief.[user]Wetter?", False)

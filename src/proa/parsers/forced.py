@@ -26,7 +26,8 @@ def call_grammar(
     functions = {str(tool["function"].get("name")): tool["function"] for tool in tools}
     tags = []
     for name in forced or functions:
-        begin, _, end = calls.written.replace("NAME", name).partition("ARGUMENTS")
+        begin, _, end = calls.written.partition("ARGUMENTS")
+        begin = begin.replace("NAME", name)
         is_free = not forced and functions[name].get("strict") is not True
         schema = functions[name].get("parameters") or {"type": "object"}
         if calls.parameter:
@@ -54,7 +55,8 @@ def _parameters(written: str, schema: Schema) -> str:
     for i, (key, value) in enumerate(properties.items()):
         own = value if isinstance(value, dict) else {}
         is_string = is_text(own, schema)
-        begin, _, end = written.replace("KEY", key).replace("STRING", json.dumps(is_string)).partition("VALUE")
+        begin, _, end = written.partition("VALUE")
+        begin = begin.replace("STRING", json.dumps(is_string)).replace("KEY", key)
         order.append(f"p{i}" if key in required else f"p{i}?")
         if is_string and not own.get("enum"):
             rules += [f"p{i}: {_literal(begin)} v{i}", f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}"]

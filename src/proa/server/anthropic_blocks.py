@@ -141,7 +141,7 @@ class ToolResultBlock(Block):
     @field_validator("content", mode="before")
     @classmethod
     def _blocks(cls, value: Any) -> Any:
-        return [] if value is None else as_blocks(value)
+        return as_blocks(value)
 
     def parts(self) -> Iterator[tuple[str, Block]]:
         for i, block in enumerate(self.content):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from proa.server.errors import ApiError
-from proa.server.prompts import read_messages
+from proa.server.prompts import ROLES, read_messages
 from proa.server.responses_schema import ResponsesRequest
 from proa.server.tools import Offer, offer_tools
 from proa.types import Chat
@@ -20,6 +20,8 @@ from proa.types import Chat
 _SEALED = "proa."  # begins our form of encrypted_content
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _DROPPED = ("web_search_call",)  # history of tools that did not run here
+# Types of the fields of a function or custom tool, all optional.
+_TOOL_FIELDS: dict[str, type] = {"description": str, "parameters": dict, "format": dict}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def function_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def declared_tools(tools: Iterable[Mapping[str, Any]]) -> dict[str, DeclaredTool]:
+def declared_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, DeclaredTool]:
     """Return the usable tools by the name that the model sees."""
     return {
         name: DeclaredTool(tool["name"], namespace, tool["type"] == "custom") for name, namespace, tool in _flat(tools)
@@ -49,7 +51,7 @@ def as_chat(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Ch
     messages = _Messages()
     if request.instructions:
         messages.add({"role": "system", "content": request.instructions})
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, start=len(request.input) - len(items)):  # below 0: of earlier responses
         messages.item(item, f"input[{i}]")
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -64,12 +66,15 @@ class _Messages:
         self.all: list[dict[str, Any]] = []
 
     def item(self, item: Mapping[str, Any], path: str) -> None:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         match kind:
             case "message":
-                self.add({"role": item.get("role"), "content": _text(item.get("content"), f"{path}.content")})
+                role = item.get("role")
+                if role not in ROLES:
+                    raise _invalid(f"{path}.role", f"The role is {role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}.")
+                self.add({"role": role, "content": _text(item.get("content"), f"{path}.content")})
             case "reasoning":
-                self._begin_turn({"reasoning_content": _reasoning(item)})
+                self._begin_turn({"reasoning_content": _reasoning(item, path)})
             case "function_call" | "custom_tool_call":
                 self._call(item, path)
             case "function_call_output" | "custom_tool_call_output":
@@ -109,8 +114,12 @@ class _Messages:
 def _field(item: Mapping[str, Any], name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise ApiError(400, "invalid_value", f"{path}.{name} must be a string.", param=f"{path}.{name}")
+        raise _invalid(f"{path}.{name}", f"{path}.{name} must be a string.")
     return value
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, "invalid_value", message, param=param)
 
 
 def _text(content: Any, path: str) -> str:
@@ -118,7 +127,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, "invalid_value", f"{path} must be a string or a list of parts.", param=path)
+        raise _invalid(path, f"{path} must be a string or a list of parts.")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -137,10 +146,10 @@ def seal(reasoning: str) -> str:
     return _SEALED + base64.b64encode(zlib.compress(reasoning.encode())).decode()
 
 
-def _reasoning(item: Mapping[str, Any]) -> str:
+def _reasoning(item: Mapping[str, Any], path: str) -> str:
     """Return the reasoning of an item: its content, else what `seal` packed; another server's stays unread."""
     if item.get("content"):
-        return _text(item["content"], "content")
+        return _text(item["content"], f"{path}.content")
     sealed = item.get("encrypted_content")
     if not isinstance(sealed, str) or not sealed.startswith(_SEALED):
         return ""
@@ -149,19 +158,33 @@ def _reasoning(item: Mapping[str, Any]) -> str:
         return unpacker.decompress(base64.b64decode(sealed[len(_SEALED) :], validate=True), 1 << 25).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
         message = f"encrypted_content of a reasoning item is damaged: {error}."
-        raise ApiError(400, "invalid_value", message, param="input") from error
+        raise _invalid(f"{path}.encrypted_content", message) from error
+
+
+def _objects(value: Any, path: str) -> Sequence[Mapping[str, Any]]:
+    """Return a list of objects, empty for null. Raises ApiError 400 for anything else."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise _invalid(path, f"{path} must be a list of objects.")
+    return value
 
 
 def _flat(
-    tools: Iterable[Mapping[str, Any]], namespace: str | None = None, path: str = "tools"
+    tools: Sequence[Mapping[str, Any]], namespace: str | None = None, path: str = "tools"
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
     """Yield (name that the model sees, namespace, tool) of all functions and custom tools. Raises ApiError 400."""
     for i, tool in enumerate(tools):
         here = f"{path}[{i}]"
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
-            yield from _flat(tool.get("tools") or (), _field(tool, "name", here), f"{here}.tools")
+            yield from _flat(_objects(tool.get("tools"), f"{here}.tools"), _field(tool, "name", here), f"{here}.tools")
         elif kind in ("function", "custom"):
+            for name, form in _TOOL_FIELDS.items():
+                if not isinstance(tool.get(name), form | None):
+                    raise _invalid(
+                        f"{here}.{name}", f"{here}.{name} must be {'a string' if form is str else 'an object'}."
+                    )
             yield function_name(_field(tool, "name", here), namespace), namespace, tool
 
 
@@ -169,7 +192,8 @@ def offered(request: ResponsesRequest) -> Offer:
     """Return the tools as functions, and which of them are forced. Raises ApiError 400."""
     choice, tools = request.tool_choice, [(name, tool) for name, _, tool in _flat(request.tools)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = {named.get("name") for named in choice.get("tools") or ()}
+        listed = _objects(choice.get("tools"), "tool_choice.tools")
+        allowed = {name for named in listed if isinstance(name := named.get("name"), str)}
         tools = [(name, tool) for name, tool in tools if allowed & {name, tool["name"]}]
         choice = choice.get("mode", "auto")
     elif isinstance(choice, dict):

@@ -50,9 +50,17 @@ class ApiRequest(BaseModel):
 
 
 class NestedObject(BaseModel):
-    """An object inside a request. Unknown keys are collected and reported in a header."""
+    """An object inside a request. null means not given, as in fields.py. Unknown keys are collected and reported in a
+    header."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one is not None or name not in cls.model_fields}
 
 
 class StreamOptions(NestedObject):

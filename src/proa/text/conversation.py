@@ -92,7 +92,8 @@ def _as_text(message: Message, written: str) -> Message:
 def _written(function: dict[str, Any], written: str) -> str:
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return written.replace("NAME", str(function.get("name"))).replace("ARGUMENTS", text)
+    begin, _, end = written.partition("ARGUMENTS")  # first: a name may contain this word
+    return begin.replace("NAME", str(function.get("name"))) + text + end
 
 
 def _rewritten(chat: Chat) -> Iterator[Chat]:
