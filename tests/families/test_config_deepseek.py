@@ -167,6 +167,11 @@ def test_dense_layers_before_sparse_ones(first: int, sparse: list[int]) -> None:
     assert [i for i, block in enumerate(blocks) if isinstance(block.ffn, Moe)] == sparse
 
 
+def test_v3_without_dense_layers() -> None:
+    blocks = declare({**V3, "first_k_dense_replace": 0}).spec.blocks
+    assert all(isinstance(block.ffn, Moe) for block in blocks)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

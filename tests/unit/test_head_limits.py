@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proa.errors import UsageError
-from proa.models.spec import Block, Mlp, Model
+from proa.models.spec import Block, GatedDeltaNet, LatentAttention, Mixer, Mlp, Model, Rope
 from unit.vram_cases import attention, gpu, machine, model, moe, plan, row
 
 
@@ -41,3 +41,41 @@ def test_beyond_the_cpu() -> None:
         plan(dense, machine(64))
     assert "--dtype float32" in caught.value.remedy
     assert plan(dense, machine(64), dtype="float32").gpu is None
+
+
+def latent(rank: int, rotary: int) -> LatentAttention:
+    return LatentAttention(1024, 8, None, rank, 64, 64, Rope(rotary))
+
+
+def delta(value_dim: int, taps: int) -> GatedDeltaNet:
+    return GatedDeltaNet(1024, 2, 4, 32, value_dim, taps)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "cpu", "gpu_why"),
+    [
+        (latent(512, 64), "", ""),
+        (latent(536, 40), "", "latents have 536 elements and 40 rotary ones; the most are 512 and 64"),
+        (latent(504, 72), "", "latents have 504 elements and 72 rotary ones; the most are 512 and 64"),
+        (latent(512, 72), "latents have 584 elements with their rotary part, more than 576", "72 rotary ones"),
+        (delta(16, 2), "", ""),
+        (delta(24, 4), "values of the delta rule have 24 dimensions, which is no multiple of 16", ""),
+        (delta(32, 8), "", ""),
+        (delta(32, 9), "the convolution has 9 taps, more than 8", ""),
+    ],
+)
+def test_other_mixers(mixer: Mixer, cpu: str, gpu_why: str) -> None:
+    spec = model(32000, 2, Block(mixer, moe(1024, 8, 2, 512)), 2048)
+    box = machine(64, gpu(80))
+    if cpu:
+        with pytest.raises(UsageError, match=cpu) as caught:
+            plan(spec, machine(64))
+        assert "--dtype float32" in caught.value.remedy
+    else:
+        assert plan(spec, machine(64)).gpu is None
+    assert plan(spec, machine(64), dtype="float32").gpu is None
+    if gpu_why:
+        with pytest.raises(UsageError, match=gpu_why):
+            plan(spec, box, gpu="0")
+    else:
+        assert plan(spec, box).gpu is not None

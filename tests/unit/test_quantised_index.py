@@ -144,6 +144,9 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (MODELOPT | {"quant_algo": "mxfp4"}, {W: ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
         # What no packed format keeps.
         (GPTQ | {"desc_act": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order", (16, 64)),
+        # Groups of 48 and 16 columns, as g_idx says.
+        (GPTQ | {"group_size": 48}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order", (16, 64)),
+        (GPTQ | {"group_size": 128}, gptq(groups=1), "INT4 channel F16", (16, 64)),
         (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "FP8 block 8 x 128", (16, 128)),
         (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "FP8 block 24", (16, 48)),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16", (16, 64)),
@@ -209,6 +212,10 @@ def test_experts_of_gpt_oss() -> None:
         (GPTQ, gptq(scales=("I32", 2, 16)), "was expected. Another"),
         (GPTQ, gptq(qzeros=("I32", 2, 3)), "was expected. Another"),
         (GPTQ, gptq(g_idx=("I32", 63)), "was expected. Another"),
+        (AUTO_ROUND | {"group_size": 48}, gptq(), "groups of 48 columns, the last one smaller, .* without g_idx"),
+        (AUTO_ROUND | {"extra_config": {"a": {"group_size": 48}}}, gptq(), "groups of 48 columns, the last one"),
+        (AWQ | {"group_size": 48}, AWQ_PARTS, "groups of 48 columns, the last one"),
+        (GPTQ | {"dynamic": {"a": {"group_size": 48}}}, gptq(), "groups of 48 columns, the last one"),
         (GPTQ | {"desc_act": True}, gptq(), "no g_idx"),
         (INT4, {**PACKED, SCALE: ("F16", 16, 2), "weight_g_idx": ("I32", 63)}, "was expected. Another"),
         (GPTQ | {"dynamic": {"-:a": {}}}, gptq(), "for a the config .* declares no integers"),

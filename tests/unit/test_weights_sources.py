@@ -191,6 +191,19 @@ def test_a_hundred_million_experts_are_not_looked_for() -> None:
         resolve(Declared(replace(model.spec, blocks=blocks), model.names), index_of(model))
 
 
+def test_the_correction_of_a_single_expert() -> None:
+    """ERNIE stores corrections as [1, experts]."""
+    model = declared()
+    ffn = model.spec.blocks[0].ffn
+    assert isinstance(ffn, Moe)
+    router = replace(ffn.router, correction=True)
+    one = replace(ffn, experts=1, top_k=1, router=router)
+    single = Declared(replace(model.spec, blocks=(replace(model.spec.blocks[0], ffn=one),)), model.names)
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    index = index_of(single) | {name: info((1, 1))}
+    assert resolve(single, index).params["blocks.0.ffn.router.correction"] == Source(name, 0, 1, 0, 1)
+
+
 def test_stored_head_of_a_tied_model() -> None:
     model = declared(tied=True)
     index = index_of(model) | {"lm_head.weight": info((16, 8))}

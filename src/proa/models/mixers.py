@@ -138,17 +138,20 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class LatentKernel:
-    """Attention of all heads over latents of `rank` elements."""
+    """Attention of all heads over latents of `rank` elements and `key_dim` rotary ones."""
 
     heads: int
     rank: int
+    key_dim: int
 
 
 @dataclass(frozen=True)
 class DeltaKernel:
-    """The gated delta rule; heads: value heads."""
+    """The gated delta rule; heads: value heads of `value_dim` elements. taps: of the convolution."""
 
     heads: int
+    value_dim: int
+    taps: int
 
 
 # The kernel of a mixer, in the numbers that its limits and buffers follow from; plan/kernels.py has a row for each.
@@ -320,7 +323,7 @@ class GatedDeltaNet(_Mixer):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return (DeltaKernel(self.value_heads),)
+        return (DeltaKernel(self.value_heads, self.value_dim, self.taps),)
 
     @property
     def row_values(self) -> int:
@@ -395,7 +398,7 @@ class LatentAttention(_Mixer):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return (LatentKernel(self.heads, self.rank),)
+        return (LatentKernel(self.heads, self.rank, self.rope.dim),)
 
     @property
     def row_values(self) -> int:

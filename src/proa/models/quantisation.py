@@ -25,12 +25,14 @@ class Integers:
 
     pattern: a regular expression for the beginning of a module's name. bits: of a quantised value; 0: not quantised.
     symmetric: the zero point is the middle of the integer range. ordered: columns are sorted by group (no act-order).
+    group: columns that share a scale, except for fewer in the last group; 0 or less: all columns, or not declared.
     """
 
     pattern: str
     bits: int
     symmetric: bool = True
     ordered: bool = True
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     c.expect("format", "gptq", "gptq_v2")
     c.expect("pack_dtype", "int32")
     c.expect("is_marlin_format", False)
-    c.ignore(_SHOWN, "group_size", "lm_head", "modules_in_block_to_quantize")
+    c.ignore(_SHOWN, "lm_head", "modules_in_block_to_quantize")
     c.ignore("how codes were found", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
              "dataset", "batch_size", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
              "cache_block_outputs", "pad_token_id", "tokenizer", "offload_to_disk", "offload_to_disk_path")  # fmt: skip
@@ -291,7 +293,7 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     dynamic = c.sub("dynamic")
     c.ignore("how codes were found", "method", "act_group_aware", "gptaq", "gptaq_alpha", "v2", "v2_alpha", "hyb_act")
     desc_act = c.get("desc_act", bool, False)
-    rest = Integers(_ANY, bits, c.get("sym", bool), ordered=static_groups or not desc_act)
+    rest = Integers(_ANY, bits, c.get("sym", bool), static_groups or not desc_act, c.get("group_size", int, 0))
     return Quantisation(
         method,
         block=_linear_fp8(c),
@@ -302,10 +304,9 @@ def _gptq(c: Reader, method: str) -> Quantisation:
 
 def _own(c: Reader, pattern: str, rest: Integers) -> Integers:
     """Per-module overrides of `rest`; more than 8 bits means not quantised."""
-    c.ignore(_SHOWN, "group_size")
-    bits = c.size("bits", rest.bits)
+    bits, group = c.size("bits", rest.bits), c.get("group_size", int, rest.group)
     ordered = not c.get("desc_act", bool, not rest.ordered)
-    return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered)
+    return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered, group)
 
 
 def _dynamic(c: Reader, name: str, rest: Integers) -> Integers:
@@ -330,8 +331,7 @@ def _auto_round(c: Reader, method: str) -> Quantisation:
     c.expect("bits", *((4,) if awq else (4, 8)))
     c.expect("data_type", "int")
     c.expect("act_bits", 16, 32)  # with up to 8 bits the tensors have another layout
-    c.ignore(_SHOWN, "group_size", "block_name_to_quantize", "to_quant_block_names", "quant_lm_head",
-             "modules_to_not_convert")  # fmt: skip
+    c.ignore(_SHOWN, "block_name_to_quantize", "to_quant_block_names", "quant_lm_head", "modules_to_not_convert")
     c.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
     c.ignore("how codes were found", "amp", "batch_size", "dataset", "enable_minmax_tuning", "enable_norm_bias_tuning",
              "enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr",
@@ -339,7 +339,7 @@ def _auto_round(c: Reader, method: str) -> Quantisation:
     c.ignore("for other engines", "backend")
     c.ignore("provenance", "autoround_version")
     extra = c.sub("extra_config")
-    rest = Integers(_ANY, bits, c.get("sym", bool))
+    rest = Integers(_ANY, bits, c.get("sym", bool), group=c.get("group_size", int, 0))
     own = [_own_of_auto_round(extra, name, rest) for name in extra.keys]
     own.sort(key=lambda rule: not rule.pattern.endswith("$"))  # names come before regular expressions
     return Quantisation(method, block=_linear_fp8(c), rules=(*own, rest), zero_offset=zero_offset, awq=awq)
@@ -365,9 +365,9 @@ def _awq(c: Reader, method: str) -> Quantisation:
     _quark_export(c)
     c.expect("checkpoint_format", "gemm")
     c.expect("format", "gemm")
-    c.ignore(_SHOWN, "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
+    c.ignore(_SHOWN, "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("for other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
-    rules = (Integers(_ANY, c.size("bits"), symmetric=False),)
+    rules = (Integers(_ANY, c.size("bits"), symmetric=False, group=c.get("group_size", int, 0)),)
     return Quantisation(method, block=_linear_fp8(c), rules=rules, awq=True)
 
 

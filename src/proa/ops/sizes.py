@@ -23,6 +23,7 @@ PROMPT_ROWS = (32, 64, 128, 256, 512)
 # Most parts that split-KV attention cuts a sequence into; kernels are compiled for this many.
 MOST_SPLITS = 256
 MOST_HEAD_DIM, MOST_HEAD_GROUP = 256, 64  # on a GPU: largest head dimension, most query heads per KV head
+MOST_LATENT_RANK, MOST_LATENT_KEY = 512, 64  # on a GPU: longest latent, and its longest rotary part
 LATENT_HEADS = 64  # most heads per program of latent attention; smaller programs have fewer splits
 FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
 E4M3_CAPABILITY = 89  # first compute capability that converts E4M3, and whose tensor cores multiply it

@@ -16,6 +16,7 @@ from proa.ops import sizes
 from proa.plan.device import best_effort
 
 CPU_MOST_DIM = 576  # head dimension: csrc/src/isa/attend.h
+CPU_DELTA_UNIT, CPU_MOST_TAPS = 16, 8  # dimensions of values are multiples of the first: csrc/src/delta.cc
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,17 @@ def _segment_bytes(of: AttentionKernel, rows: int) -> int:
     return sizes.segment_bytes(of.heads, of.kv_heads, of.head_dim) if rows >= sizes.segment_rows(of.heads) else 0
 
 
+def _latent_on_cpu(of: LatentKernel) -> str:
+    width = of.rank + of.key_dim
+    if width <= CPU_MOST_DIM:
+        return ""
+    return f"latents have {width} elements with their rotary part, more than {CPU_MOST_DIM}"
+
+
 def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
+    rank, key = sizes.MOST_LATENT_RANK, sizes.MOST_LATENT_KEY
+    if of.rank > rank or of.key_dim > key:
+        return f"latents have {of.rank} elements and {of.key_dim} rotary ones; the most are {rank} and {key}"
     old = best_effort(gpu)
     return "latent attention needs matrix instructions for bfloat16, compute capability 8.0" if old else ""
 
@@ -118,6 +129,12 @@ def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
 def _latent_floats(of: LatentKernel, sequences: int) -> int:
     splits = sizes.latent_splits(sequences, -(-of.heads // sizes.LATENT_HEADS), sizes.MOST_PROCESSORS)
     return sizes.attention_floats(sequences, of.heads, of.rank, splits)
+
+
+def _delta_on_cpu(of: DeltaKernel) -> str:
+    if of.value_dim % CPU_DELTA_UNIT:
+        return f"values of the delta rule have {of.value_dim} dimensions, which is no multiple of {CPU_DELTA_UNIT}"
+    return "" if of.taps <= CPU_MOST_TAPS else f"the convolution has {of.taps} taps, more than {CPU_MOST_TAPS}"
 
 
 def _delta_floats(of: DeltaKernel, rows: int) -> int:
@@ -129,6 +146,6 @@ FACTS: dict[type[Kernel], Facts] = {
     AttentionKernel: Facts(
         _attention_on_cpu, _attention_on_gpu, decode_floats=_attention_floats, long_bytes=_segment_bytes
     ),
-    LatentKernel: Facts(beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
-    DeltaKernel: Facts(row_floats=_delta_floats),
+    LatentKernel: Facts(_latent_on_cpu, beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
+    DeltaKernel: Facts(_delta_on_cpu, row_floats=_delta_floats),
 }

@@ -253,6 +253,10 @@ def _transposed_integers(module: Module, of: Quantisation) -> TensorInfo:
         raise module.misfit(zeros, f"I32 {[groups, rows // per_word]}, {per_word} rows a word,")
     if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
         raise module.misfit(g_idx, f"I32 {[columns]}")
+    if groups > 1 and rule.group > 0 and groups == -(-columns // rule.group) and columns % rule.group:
+        if g_idx is None:
+            raise _smaller_group(module, rule.group, columns)
+        ordered = False  # g_idx tells the group of each column
     code = Code.UINT8 if bits == 8 else Code.INT4 if symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
     parts = Quantised(
@@ -260,6 +264,15 @@ def _transposed_integers(module: Module, of: Quantisation) -> TensorInfo:
         symmetric=symmetric, g_idx=g_idx, ordered=ordered,
     )  # fmt: skip
     return _matrix(integer_type(bits, symmetric, group, scales.dtype, ordered), (rows, columns), parts)
+
+
+def _smaller_group(module: Module, group: int, columns: int) -> WeightsError:
+    """Make the error for a last group of fewer columns: groups of equal size would fit the scales as well."""
+    return WeightsError(
+        f"{module.file}: {module.name} has {columns} columns in groups of {group} columns, the last one smaller, which "
+        "is not implemented without g_idx.",
+        _OTHER,
+    )
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:

@@ -145,7 +145,7 @@ def _same(ours: Shape, stored: Shape) -> bool:
     """True if the shapes are equal up to dimensions of 1: GGUF stores [1, N] as [N] and [C, 1, T] as [C, T], and ERNIE
     stores [N] as [1, N]."""
     flat = (ours[0], ours[2]) if len(ours) == 3 and ours[1] == 1 else ours
-    return stored in (ours, flat, ours[1:] if ours[0] == 1 else (1, *ours))
+    return stored in (ours, flat, (1, *ours)) or (ours[0] == 1 and stored == ours[1:])
 
 
 def _tied_head(declared: Declared, index: Index) -> Source | None:

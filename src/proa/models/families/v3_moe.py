@@ -50,6 +50,7 @@ def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
     c.expect("moe_router_dtype", "float32")
     c.ignore("training and expert parallelism", "aux_loss_alpha", "seq_aux", "ep_size")
     layers, dense = c.size("num_hidden_layers"), c.get("first_k_dense_replace", int)
+    c.ignore("unused without dense layers", "intermediate_size")
     sparse = v3_moe(c, hidden)
     return [Mlp(hidden, c.size("intermediate_size")) if i < dense else sparse for i in range(layers)]
 

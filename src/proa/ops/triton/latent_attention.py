@@ -16,13 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.caches import LatentPages
-from proa.ops.sizes import FEW_SEQUENCES, LATENT_HEADS, MOST_SPLITS, attention_floats, latent_splits
+from proa.ops.sizes import (
+    FEW_SEQUENCES,
+    LATENT_HEADS,
+    MOST_LATENT_KEY,
+    MOST_LATENT_RANK,
+    MOST_SPLITS,
+    attention_floats,
+    latent_splits,
+)
 from proa.ops.triton.attention import LOG2E, LOWEST, rows_of_tile
 from proa.ops.triton.variant import Variant
 
 LEAST_SHARE = 64  # fewest tokens of a split: its partial result per head is as long as four of them
 PART, COLUMNS = 16, 128  # splits, and columns of the latent, combined at once
-MOST_RANK, MOST_KEY = 512, 64
 # Shared memory per thread block from which on tiles are large, and have more blocks in flight.
 LARGE_KIB, LARGEST_KIB = 160, 200
 
@@ -248,7 +255,7 @@ def prefill(
 def _check(q: Tensor, cache: LatentPages, page_table: Tensor, kv_lens: Tensor, out: Tensor) -> None:
     (count, heads, width), rank = q.shape, cache.rank
     key = cache.rows.shape[2] - rank
-    if width != rank + key or not 0 < rank <= MOST_RANK or not 0 < key <= MOST_KEY:
+    if width != rank + key or not 0 < rank <= MOST_LATENT_RANK or not 0 < key <= MOST_LATENT_KEY:
         raise ValueError(f"q {tuple(q.shape)} does not fit a cache {tuple(cache.rows.shape)} with latents of {rank}")
     if q.stride()[1:] != (width, 1) or out.shape != (count, heads, rank) or out.stride()[1:] != (rank, 1):
         raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have contiguous heads")
