@@ -212,6 +212,34 @@ def test_engines_with_the_same_process_id_write_at_the_same_time(
     assert mine.failed_writes == theirs.failed_writes == 0
 
 
+class Unread(dict[str, object]):
+    """Files that may be looked up, but not gone through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every file is looked at")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_counts_do_not_look_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are sent after each step, and a folder may have 10^5 files."""
+    theirs, mine = FileStore(tmp_path, OTHER, LIMIT), FileStore(tmp_path, ROOT, LIMIT)
+    assert write(theirs, 1, OTHER)
+    assert write(mine, 2)
+    mine._list()
+    each = mine.stored_bytes // 2
+    monkeypatch.setattr(mine, "_files", Unread(mine._files))
+    assert (mine.stored_bytes, mine.foreign_files) == (2 * each, 1)
+    found(tmp_path)[0].unlink()
+    (name,) = {file.name for file in tmp_path.iterdir()}
+    monkeypatch.undo()
+    mine._list()
+    assert (mine.stored_bytes, mine.foreign_files) == (each, int(not name.startswith(mine._prefix)))
+    for number in range(3, 12):
+        assert write(mine, number)
+    assert (mine.stored_bytes, mine.foreign_files) == (sum(file.stat().st_size for file in found(tmp_path)), 0)
+
+
 def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     def made(root: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         keys: list[bytes] = []
