@@ -139,6 +139,23 @@ def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
     assert store.evicted_files == 1
 
 
+def test_a_full_folder_is_not_listed_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing 20,000 files takes some 80 ms of Python, which a step of the engine may wait for."""
+    store, lists, entries = FileStore(tmp_path, ROOT, 200 * (SIZE + 200)), 0, files._entries
+
+    def counted(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+        nonlocal lists
+        lists += 1
+        return entries(folder)
+
+    monkeypatch.setattr(files, "_entries", counted)
+    assert all(write(store, number) for number in range(240))
+    assert 0 < lists <= 12
+    assert 195 <= len(found(tmp_path)) <= 205
+    kept = [number for number in range(240) if store.has(key_of(number))]
+    assert kept == list(range(240 - len(found(tmp_path)), 240))
+
+
 def test_a_run_beyond_the_limit_is_not_written(tmp_path: Path) -> None:
     store = FileStore(tmp_path, ROOT, SIZE)
     assert not write(store, 1)

@@ -33,6 +33,7 @@ SUFFIX, TEMPORARY = ".kv", ".tmp"
 PIECE_BYTES = 1 << 20  # each piece has a CRC-32 of its own
 PAUSE_S = 60.0  # without writing, after a write failed
 LOOK_AGAIN_S = 5.0  # least time between two listings of the folder
+SPARE_SHARE = 64  # of the limit: 1/64 is freed at once
 STALE_S = 600.0  # a temporary file of this age belongs to an engine that was killed
 
 _HEAD = struct.Struct("<8sIIQ32s")  # magic, layout, number of pieces, payload bytes, name
@@ -180,23 +181,27 @@ class FileStore:
         return not name.startswith(self._prefix)
 
     def _make_room(self, nbytes: int) -> None:
-        """Delete the least recently used files until `nbytes` fit."""
+        """Delete the least recently used files until `nbytes` fit, and more, up to a share of the limit, so that not
+        every run lists the folder."""
         excess = self.stored_bytes + nbytes - self._limit_bytes
         if excess <= 0:
             return
         with suppress(OSError):
             self._list()  # another engine may have read or deleted some
         excess = self.stored_bytes + nbytes - self._limit_bytes
+        if excess <= 0:
+            return
         with self._lock:
             oldest = sorted(self._files.items(), key=lambda item: item[1].used_s)
+        most = excess + self._limit_bytes // SPARE_SHARE
         for name, file in oldest:
-            if excess <= 0:
+            if excess <= 0 and file.nbytes > most:
                 return
             with suppress(OSError):
                 os.unlink(self._folder / name)
             self._record(name, None)
             self.evicted_files += 1
-            excess -= file.nbytes
+            excess, most = excess - file.nbytes, most - file.nbytes
 
     def _pause(self, error: OSError) -> None:
         self.failed_writes += 1
