@@ -288,6 +288,16 @@ def test_keys_of_prefixes_that_end_in_a_run() -> None:
     assert len({*parts, *first, *second, *third}) == len(parts) + 7
 
 
+@pytest.mark.parametrize(("cell", "same"), [(1, 3), (4, 3), (6, 3), (8, 2), (10, 2), (24, 0)])
+def test_keys_depend_on_all_tokens_of_the_cells_in_a_run(cell: int, same: int) -> None:
+    keys, tokens, changed = RunKeys(ROOT, 4, 2, cell), list(range(24)), [*range(15), 99, *range(16, 24)]
+    runs: list[bytes] = []
+    others: list[bytes] = []
+    keys.extend(runs, tokens, "", 6)
+    keys.extend(others, changed, "", 6)
+    assert [one == other for one, other in zip(runs, others, strict=True)] == [run < same for run in range(6)]
+
+
 def test_runs_hold_whole_pages() -> None:
     assert [run_pages(size) for size in (1, 16, 48, 256)] == [256, 16, 5, 1]
 
