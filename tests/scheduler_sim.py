@@ -369,7 +369,14 @@ class FakeEngine:
             return "prompt"
         start = max(item.start, position - position % self.phases.cells.tokens)
         end = position - position % self.phases.cells.tokens + self.phases.cells.tokens
-        return f"prompt {start} {min(end, item.start + item.num_tokens) - start}"
+        return self._of_cell(item.request, start, min(end, item.start + item.num_tokens))
+
+    def _of_cell(self, request: Request, start: int, end: int) -> str:
+        """Bits depend on all tokens of a cell: they decide how many rows each expert gets."""
+        state = _SEED
+        for token in request.tokens[start:end]:
+            state = digest(state, token)
+        return f"prompt {start} {end} {state}"
 
     def _fixed_kernel(self, request: Request, position: int) -> str:
         """The kernel that must have computed this position, which depends on the request alone."""
@@ -380,7 +387,7 @@ class FakeEngine:
         if self.phases.cells is None:
             return "prompt"
         start = position - position % self.phases.cells.tokens
-        return f"prompt {start} {min(self.phases.cells.tokens, request.num_prompt - start)}"
+        return self._of_cell(request, start, min(start + self.phases.cells.tokens, request.num_prompt))
 
     def _check_phase(self, plan: StepPlan) -> None:
         """With fixed phases, a step must have rows of one phase, and only one request if phases say so. Cells are all

@@ -139,6 +139,23 @@ def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
     assert store.evicted_files == 1
 
 
+def test_a_full_folder_is_not_listed_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing 20,000 files takes some 80 ms of Python, which a step of the engine may wait for."""
+    store, lists, entries = FileStore(tmp_path, ROOT, 200 * (SIZE + 200)), 0, files._entries
+
+    def counted(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+        nonlocal lists
+        lists += 1
+        return entries(folder)
+
+    monkeypatch.setattr(files, "_entries", counted)
+    assert all(write(store, number) for number in range(240))
+    assert 0 < lists <= 12
+    assert 195 <= len(found(tmp_path)) <= 205
+    kept = [number for number in range(240) if store.has(key_of(number))]
+    assert kept == list(range(240 - len(found(tmp_path)), 240))
+
+
 def test_a_run_beyond_the_limit_is_not_written(tmp_path: Path) -> None:
     store = FileStore(tmp_path, ROOT, SIZE)
     assert not write(store, 1)
@@ -212,6 +229,34 @@ def test_engines_with_the_same_process_id_write_at_the_same_time(
     assert mine.failed_writes == theirs.failed_writes == 0
 
 
+class Unread(dict[str, object]):
+    """Files that may be looked up, but not gone through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every file is looked at")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_counts_do_not_look_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are sent after each step, and a folder may have 10^5 files."""
+    theirs, mine = FileStore(tmp_path, OTHER, LIMIT), FileStore(tmp_path, ROOT, LIMIT)
+    assert write(theirs, 1, OTHER)
+    assert write(mine, 2)
+    mine._list()
+    each = mine.stored_bytes // 2
+    monkeypatch.setattr(mine, "_files", Unread(mine._files))
+    assert (mine.stored_bytes, mine.foreign_files) == (2 * each, 1)
+    found(tmp_path)[0].unlink()
+    (name,) = {file.name for file in tmp_path.iterdir()}
+    monkeypatch.undo()
+    mine._list()
+    assert (mine.stored_bytes, mine.foreign_files) == (each, int(not name.startswith(mine._prefix)))
+    for number in range(3, 12):
+        assert write(mine, number)
+    assert (mine.stored_bytes, mine.foreign_files) == (sum(file.stat().st_size for file in found(tmp_path)), 0)
+
+
 def test_keys_depend_on_root_salt_and_all_tokens_before() -> None:
     def made(root: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         keys: list[bytes] = []
@@ -241,6 +286,16 @@ def test_keys_of_prefixes_that_end_in_a_run() -> None:
     assert not {*first} & {*keys.ends(runs, range(15), "t", 0)}
     parts = [state_key(end, part) for end in (*first, *second) for part in range(3)]
     assert len({*parts, *first, *second, *third}) == len(parts) + 7
+
+
+@pytest.mark.parametrize(("cell", "same"), [(1, 3), (4, 3), (6, 3), (8, 2), (10, 2), (24, 0)])
+def test_keys_depend_on_all_tokens_of_the_cells_in_a_run(cell: int, same: int) -> None:
+    keys, tokens, changed = RunKeys(ROOT, 4, 2, cell), list(range(24)), [*range(15), 99, *range(16, 24)]
+    runs: list[bytes] = []
+    others: list[bytes] = []
+    keys.extend(runs, tokens, "", 6)
+    keys.extend(others, changed, "", 6)
+    assert [one == other for one, other in zip(runs, others, strict=True)] == [run < same for run in range(6)]
 
 
 def test_runs_hold_whole_pages() -> None:

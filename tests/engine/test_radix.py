@@ -74,6 +74,16 @@ def test_keys_tell_tokens_and_salts_apart() -> None:
     assert len(seen) == 12
 
 
+def test_the_first_page_of_a_cell_is_known_by_all_its_tokens() -> None:
+    cache, _ = make()
+    keys = cache.page_keys(range(20), "s", cell_tokens=8)
+    assert len(set(keys)) == 5
+    assert all(keys[first:] == cache.page_keys(range(20), "s", first, 8) for first in range(6))
+    for changed, first in ((5, 0), (11, 2), (13, 2)):
+        others = cache.page_keys([*range(changed), 99, *range(changed + 1, 20)], "s", cell_tokens=8)
+        assert [one == other for one, other in zip(keys, others, strict=True)].index(False) == first
+
+
 @pytest.mark.parametrize(
     ("asked", "num_pages"),
     [("", 0), ("a", 1), ("ab", 2), ("abc", 3), ("abcd", 3), ("abx", 2), ("xbc", 0), ("abd", 3), ("bcd", 0)],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from proa.cache.pages import IntegrityError
+from proa.engine.scheduling.phases import FixedPhases
 from proa.engine.scheduling.step_plan import StepPlan
 from proa.errors import ContextLengthExceeded, ProaError, QueueFull, RequestError, ResourceError
+from proa.plan.cells import Cells
 from scheduler_sim import EOS, FakeEngine, ask, make_limits, predict
 
 
@@ -417,3 +419,13 @@ def test_check_detects_damage(damage, message: str) -> None:
     damage(fake)
     with pytest.raises(IntegrityError, match=message):
         fake.scheduler.check()
+
+
+def test_a_page_is_not_shared_by_two_cells_that_begin_with_it() -> None:
+    """The bits of a row may depend on all rows of its cell."""
+    fake = FakeEngine(make_limits(), 16, phases=FixedPhases(Cells(8)), turns=True)
+    for name, last in (("a", 2), ("b", 3), ("a again", 2)):
+        fake.submit(ask(name, [1, 1, 1, 1, *[last] * 4, 5], 4))
+        run(fake)
+    assert fake.cached_tokens == {"a": 0, "b": 0, "a again": 8}
+    fake.drain()

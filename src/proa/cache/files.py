@@ -33,6 +33,7 @@ SUFFIX, TEMPORARY = ".kv", ".tmp"
 PIECE_BYTES = 1 << 20  # each piece has a CRC-32 of its own
 PAUSE_S = 60.0  # without writing, after a write failed
 LOOK_AGAIN_S = 5.0  # least time between two listings of the folder
+SPARE_SHARE = 64  # of the limit: 1/64 is freed at once
 STALE_S = 600.0  # a temporary file of this age belongs to an engine that was killed
 
 _HEAD = struct.Struct("<8sIIQ32s")  # magic, layout, number of pieces, payload bytes, name
@@ -46,7 +47,12 @@ class _Held(NamedTuple):
 
 
 class FileStore:
-    """The runs of one root in a folder. Thread-safe."""
+    """The runs of one root in a folder. Thread-safe.
+
+    stored_bytes: size of all files of the folder when it was last listed, and of those written since. foreign_files:
+    number of those of other models, KV types or versions. Both are counted with each change, because statistics are
+    read after each step.
+    """
 
     def __init__(self, folder: Path, root: bytes, limit_bytes: int) -> None:
         """Create the folder if it does not exist. Raises ResourceError if it cannot be created or listed."""
@@ -57,6 +63,7 @@ class FileStore:
         self._touched: set[str] = set()
         self._paused_until_s = self._listed_s = 0.0
         self._warns_of_bad = self._warns_of_failed = True  # each warning is logged once
+        self.stored_bytes = self.foreign_files = 0
         self.bad_files = self.failed_writes = self.evicted_files = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,18 +77,6 @@ class FileStore:
             log.info(
                 "%s holds %d files of other models, types or versions, which are ignored.", folder, self.foreign_files
             )
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of all files of the folder when it was last listed, and of those written since."""
-        with self._lock:
-            return sum(file.nbytes for file in self._files.values())
-
-    @property
-    def foreign_files(self) -> int:
-        """Number of files of other models, KV types or versions."""
-        with self._lock:
-            return sum(not name.startswith(self._prefix) for name in self._files)
 
     @property
     def writes(self) -> bool:
@@ -128,8 +123,7 @@ class FileStore:
                 temporary.unlink()
             self._pause(error)
             return False
-        with self._lock:
-            self._files[name] = _Held(nbytes, time.time())
+        self._record(name, _Held(nbytes, time.time()))
         return True
 
     def read(self, key: bytes, into: memoryview) -> bool:
@@ -141,7 +135,7 @@ class FileStore:
                 why = _read(file.fileno(), name, into)
         except OSError as error:
             why = None if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-            self._forget(name)
+            self._record(name, None)
             if why is None:
                 return False
         if why is None:
@@ -163,6 +157,8 @@ class FileStore:
                     os.unlink(self._folder / entry)
         with self._lock:
             self._files, self._listed_s = found, time.monotonic()
+            self.stored_bytes = sum(file.nbytes for file in found.values())
+            self.foreign_files = sum(map(self._is_foreign, found))
 
     def _use(self, name: str) -> None:
         with suppress(OSError):  # vanished, or read-only
@@ -171,28 +167,41 @@ class FileStore:
             if name in self._files:
                 self._files[name] = self._files[name]._replace(used_s=time.time())
 
-    def _forget(self, name: str) -> None:
+    def _record(self, name: str, file: _Held | None) -> None:
+        """Note a file of the folder; None: it is there no more."""
         with self._lock:
-            self._files.pop(name, None)
+            before = self._files.pop(name, None)
+            if file is not None:
+                self._files[name] = file
+            self.stored_bytes += (file.nbytes if file else 0) - (before.nbytes if before else 0)
+            if self._is_foreign(name):
+                self.foreign_files += (file is not None) - (before is not None)
+
+    def _is_foreign(self, name: str) -> bool:
+        return not name.startswith(self._prefix)
 
     def _make_room(self, nbytes: int) -> None:
-        """Delete the least recently used files until `nbytes` fit."""
+        """Delete the least recently used files until `nbytes` fit, and more, up to a share of the limit, so that not
+        every run lists the folder."""
         excess = self.stored_bytes + nbytes - self._limit_bytes
         if excess <= 0:
             return
         with suppress(OSError):
             self._list()  # another engine may have read or deleted some
         excess = self.stored_bytes + nbytes - self._limit_bytes
+        if excess <= 0:
+            return
         with self._lock:
             oldest = sorted(self._files.items(), key=lambda item: item[1].used_s)
+        most = excess + self._limit_bytes // SPARE_SHARE
         for name, file in oldest:
-            if excess <= 0:
+            if excess <= 0 and file.nbytes > most:
                 return
             with suppress(OSError):
                 os.unlink(self._folder / name)
-            self._forget(name)
+            self._record(name, None)
             self.evicted_files += 1
-            excess -= file.nbytes
+            excess, most = excess - file.nbytes, most - file.nbytes
 
     def _pause(self, error: OSError) -> None:
         self.failed_writes += 1
@@ -209,7 +218,7 @@ class FileStore:
         self.bad_files += 1
         with suppress(OSError):
             os.unlink(self._folder / name)
-        self._forget(name)
+        self._record(name, None)
         if self._warns_of_bad:
             self._warns_of_bad = False
             log.warning(

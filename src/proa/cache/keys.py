@@ -29,20 +29,22 @@ def state_key(end: bytes, part: int) -> bytes:
 class RunKeys:
     """Makes keys for one root. Two roots have no key in common."""
 
-    def __init__(self, root: bytes, run_tokens: int, page_tokens: int) -> None:
-        self.root, self.run_tokens, self.page_tokens = root, run_tokens, page_tokens
+    def __init__(self, root: bytes, run_tokens: int, page_tokens: int, cell_tokens: int = 1) -> None:
+        """cell_tokens: a run's KV depends on all tokens of the cells that it has a part of, so its key does."""
+        self.root, self.run_tokens, self.page_tokens, self._cell_tokens = root, run_tokens, page_tokens, cell_tokens
 
     def extend(self, keys: list[bytes], tokens: Sequence[int], salt: str, num_runs: int) -> None:
         """Append the keys of the next runs of `tokens` until there are num_runs. Tokens are 0..2**32-1."""
         size = self.run_tokens
         before = keys[-1] if keys else self._start(salt)
         for run in range(len(keys), num_runs):
-            before = _hashed(before, array("I", tokens[run * size : (run + 1) * size]).tobytes())
+            end = -(-(run + 1) * size // self._cell_tokens) * self._cell_tokens
+            before = _hashed(before, array("I", tokens[run * size : end]).tobytes())
             keys.append(before)
 
     def ends(self, keys: Sequence[bytes], tokens: Sequence[int], salt: str, run: int) -> list[bytes]:
-        """Keys of the prefixes that end with each full page of a run; for the whole run that is the run's key. keys:
-        those of the runs before it."""
+        """Keys of the prefixes that end with each full page of a run; for the whole run that is the run's key,
+        unless it ends within a cell. keys: those of the runs before it."""
         size, first = self.page_tokens, run * self.run_tokens
         data = array("I", tokens[first : first + self.run_tokens])
         hashed = _begun(keys[run - 1] if run else self._start(salt))

@@ -83,10 +83,13 @@ class PrefixCache:
         """Number of pages with no lock at or below them, which `evict` can free now."""
         return self._num_idle
 
-    def page_keys(self, tokens: Sequence[int], salt: str = "", first_page: int = 0) -> list[Hashable]:
+    def page_keys(
+        self, tokens: Sequence[int], salt: str = "", first_page: int = 0, cell_tokens: int = 1
+    ) -> list[Hashable]:  # fmt: skip
         """One key for each full page of `tokens` from `first_page` on. The tree only compares and hashes keys.
 
-        The salt is part of the first page's key only: all other pages are reached through it. Tokens are 0..2**32-1.
+        The salt is part of the first page's key only: all other pages are reached through it. Likewise the key of a
+        cell's first page has all tokens of the cell, since any page of it may depend on them. Tokens are 0..2**32-1.
         """
         size = self.page_tokens
         num_pages = len(tokens) // size
@@ -96,6 +99,9 @@ class PrefixCache:
         width = data.itemsize * size
         raw = data.tobytes()
         keys: list[Hashable] = [raw[i : i + width] for i in range(0, len(raw), width)]
+        if (cell_pages := cell_tokens // size) > 1:
+            for page in range(-first_page % cell_pages, len(keys), cell_pages):
+                keys[page] = raw[page * width : (page + cell_pages) * width]
         if first_page == 0:
             keys[0] = (salt, keys[0])
         return keys

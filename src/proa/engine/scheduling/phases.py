@@ -41,6 +41,10 @@ class Phases(Protocol):
         """Whether prompts are computed in cells."""
 
     @property
+    def cell_tokens(self) -> int:
+        """Tokens of a whole cell, all of which the bits of each may depend on; 1 without cells."""
+
+    @property
     def one_decode(self) -> bool:
         """Whether a decode step has only one request."""
 
@@ -75,6 +79,7 @@ class FreePhases:
 
     least_tokens: int = 1
     in_cells: ClassVar[bool] = False
+    cell_tokens: ClassVar[int] = 1
     one_decode: ClassVar[bool] = False
 
     def decodes(self, request: Request) -> bool:
@@ -121,6 +126,10 @@ class FixedPhases:
     def in_cells(self) -> bool:
         return self.cells is not None
 
+    @property
+    def cell_tokens(self) -> int:
+        return 1 if self.cells is None else self.cells.tokens
+
     def decodes(self, request: Request) -> bool:
         return request.num_computed >= request.num_prompt
 
@@ -151,4 +160,4 @@ class FixedPhases:
         return self.whole_tokens(request.num_prompt - 1)
 
     def whole_tokens(self, num_tokens: int) -> int:
-        return num_tokens - num_tokens % (1 if self.cells is None else self.cells.tokens)
+        return num_tokens - num_tokens % self.cell_tokens

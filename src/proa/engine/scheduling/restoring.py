@@ -162,7 +162,7 @@ class BehindTree:
         """phases: which lengths of a cached prefix can be used."""
         self._tiers, self._cache, self._allocator, self._phases = tiers, cache, allocator, phases
         self._size = cache.page_tokens
-        self._keys = RunKeys(tiers.root, tiers.run_pages * self._size, self._size)
+        self._keys = RunKeys(tiers.root, tiers.run_pages * self._size, self._size, phases.cell_tokens)
         self._copies, self._states = cache.copies, StoredStates(tiers, self._keys)
         self._restoring: list[_Restoring] = []
         self._storing: list[_Storing] = []

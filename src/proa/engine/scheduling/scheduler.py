@@ -496,5 +496,5 @@ class Scheduler:
     def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
         """Prefix-cache keys of the request's first `num_pages` pages, computed once and kept."""
         if len(request.keys) < num_pages:
-            request.keys += cache.page_keys(request.tokens, request.salt, first_page=len(request.keys))
+            request.keys += cache.page_keys(request.tokens, request.salt, len(request.keys), self._phases.cell_tokens)
         return request.keys[:num_pages]
