@@ -267,6 +267,7 @@ def test_a_type_of_null_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("background", True), ("conversation", "x"), ("n", 2), ("stop", ["x"]), ("max_output_tokens", 0),
+     ("max_output_tokens", 10**12),
      ("text", {"format": {"type": "json_schema"}}), ("input", [])],
 )  # fmt: skip
 def test_refused_fields(served: Served, field: str, value: Any) -> None:
