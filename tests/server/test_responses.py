@@ -220,8 +220,12 @@ def test_an_error_in_the_middle_is_a_failed_response(tokenizer: Tokenizer) -> No
     with Served(
         tokenizer, Reply(tokenizer.encode("Hello quick fox"), error=EngineDead("It died."), error_after=1)
     ) as served:
-        last = events_of(post(served))[-1]
+        events = events_of(post(served))
+    last = events[-1]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert set(events[0]["response"]) == set(last["response"])
     assert last["response"]["error"] == {"code": "engine_dead", "message": "It died."}
 
 
