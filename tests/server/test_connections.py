@@ -17,7 +17,7 @@ from proa.server.connections import OpenConnections
 from proa.text.tokenizer import Tokenizer
 from served import MODEL, Served
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 

@@ -57,7 +57,8 @@ def test_a_broken_upload_is_not_logged_as_a_bug(tokenizer: Tokenizer, caplog: py
     async def answer(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
     with caplog.at_level(logging.INFO, "proa"):
         run(build_app(service)(scope, receive, answer))
     assert sent == []

@@ -87,6 +87,7 @@ WRONG_CHAT: dict[str, tuple[dict[str, Any], str | None]] = {
     "yaml": ({"response_format": {"type": "yaml"}}, "response_format"),
     "two constraints": ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     "continue and begin": ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    "max_completion_tokens too large": ({"max_completion_tokens": 10**12}, "max_completion_tokens"),
 }
 
 
@@ -225,10 +226,15 @@ def test_wrong_routes_and_methods(tokenizer: Tokenizer) -> None:
     assert (no_model.status_code, check_shape(no_model)["code"]) == (404, "model_not_found")
 
 
-def test_media_type(tokenizer: Tokenizer) -> None:
-    response = post(tokenizer, CHAT, content=b"{}", headers={"content-type": "text/plain"})
+@pytest.mark.parametrize("headers", [{"content-type": "text/plain"}, {}])
+def test_other_media_types(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
+    """A web page may send both of these across origins without a CORS preflight."""
+    response = post(tokenizer, CHAT, content=json.dumps({"messages": USER}).encode(), headers=headers)
     assert response.status_code == 415
     assert "application/json" in check_shape(response)["message"]
+
+
+def test_media_type(tokenizer: Tokenizer) -> None:
     response = post(
         tokenizer,
         CHAT,

@@ -71,6 +71,15 @@ def test_plain_answers_add_up(served: Served) -> None:
     assert served.engine.requests[-1].tokens == served.tokenizer.encode("Hi")
 
 
+def test_seed_minus_one_is_random(served: Served) -> None:
+    """-1 is Ollama's default for the seed; top_k -1 keeps all tokens, as on the other endpoints."""
+    for _ in range(2):
+        assert post(served, "/api/generate", prompt="Hi", options={"seed": -1, "top_k": -1}).status_code == 200
+    first, second = (request.sampling for request in served.engine.requests[-2:])
+    assert first.seed != second.seed
+    assert first.top_k == 0
+
+
 def test_history_of_a_tool_loop(served: Served) -> None:
     history = [
         *USER,
@@ -98,6 +107,7 @@ WRONG = {
     "image": ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "Images"),
     "format": ("/api/chat", {"messages": USER, "format": 5}, "format"),
     "mirostat": ("/api/chat", {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
+    "too many tokens": ("/api/chat", {"messages": USER, "options": {"num_predict": 10**12}}, "options.num_predict"),
     "template": ("/api/generate", {"prompt": "Hi", "template": "x"}, "template"),
     "role": ("/api/chat", {"messages": [{"role": "x", "content": "x"}]}, "messages[0].role"),
 }

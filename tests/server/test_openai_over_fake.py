@@ -14,6 +14,7 @@ import pytest
 
 from fakes import Reply
 from proa.errors import EngineDead
+from proa.server.logprobs import CompletionLogprobsWriter
 from proa.text.tokenizer import Tokenizer
 from proa.types import EngineRequest
 from served import MODEL, Served
@@ -251,9 +252,12 @@ def test_token_prompts(served: Served) -> None:
     assert len(two.choices) == 2
 
 
-def test_completion_logprobs_with_echo(served: Served) -> None:
-    prompt = "naïve 🦊 fox"
-    answer = served.client.completions.create(model=MODEL, prompt=prompt, logprobs=2, echo=True, max_tokens=30)
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("prompt", ["naïve 🦊 fox", "<|im_start|>user\n🦊<|im_end|>"])
+def test_completion_logprobs_with_echo(served: Served, prompt: str, skips: bool) -> None:
+    answer = served.client.completions.create(
+        model=MODEL, prompt=prompt, logprobs=2, echo=True, max_tokens=30, extra_body={"skip_special_tokens": skips}
+    )
     choice = answer.choices[0]
     prompt_ids = served.tokenizer.encode(prompt)
     ids = prompt_ids + served.tokenizer.encode(STORY)[:30]
@@ -270,6 +274,14 @@ def test_completion_logprobs_with_echo(served: Served) -> None:
         if not spelt.startswith("bytes:"):
             assert choice.text[offset : offset + len(spelt)] == spelt
     assert any(spelt.startswith("bytes:") for spelt in logprobs.tokens)
+
+
+def test_offsets_of_a_token_that_the_tokenizer_adds(tokenizer: Tokenizer) -> None:
+    """It is not in the text that is echoed."""
+    tokens = [tokenizer.encode("<|endoftext|>")[0], *tokenizer.encode("Hello")]
+    writer = CompletionLogprobsWriter(tokenizer, tokenizer.detokenizer(skip_special_tokens=False), 0)
+    written = writer.write(tokens, [None] * len(tokens), "Hello")
+    assert written.text_offset[:2] == [0, 0]
 
 
 def test_echo_waits_for_prompt_logprobs(tokenizer: Tokenizer) -> None:

@@ -62,7 +62,7 @@ def test_large_bodies_are_answered_and_refused_as_small_ones(source: TextSource)
             json.dumps({"prompt": "word " * 400_000}).encode(),
         ]
         for message, content, path in zip(wrong.values(), contents, (CHAT, CHAT, COMPLETIONS), strict=True):
-            refused = await send(service, "POST", path, content=content)
+            refused = await send(service, "POST", path, content=content, headers={"content-type": "application/json"})
             assert refused.status_code == 400
             assert message in refused.json()["error"]["message"]
         process = service.precheck._process

@@ -220,8 +220,12 @@ def test_an_error_in_the_middle_is_a_failed_response(tokenizer: Tokenizer) -> No
     with Served(
         tokenizer, Reply(tokenizer.encode("Hello quick fox"), error=EngineDead("It died."), error_after=1)
     ) as served:
-        last = events_of(post(served))[-1]
+        events = events_of(post(served))
+    last = events[-1]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert set(events[0]["response"]) == set(last["response"])
     assert last["response"]["error"] == {"code": "engine_dead", "message": "It died."}
 
 
@@ -267,6 +271,7 @@ def test_a_type_of_null_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("background", True), ("conversation", "x"), ("n", 2), ("stop", ["x"]), ("max_output_tokens", 0),
+     ("max_output_tokens", 10**12),
      ("text", {"format": {"type": "json_schema"}}), ("input", [])],
 )  # fmt: skip
 def test_refused_fields(served: Served, field: str, value: Any) -> None:

@@ -405,7 +405,8 @@ def test_second_signal_while_the_engine_stops(tmp_path: Path, second: signal.Sig
 
 
 def test_drain_does_not_wait_for_stalled_uploads(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += b"content-length: 1000\r\n\r\n{"
     with Served(tokenizer, drain_seconds=60) as served:
         assert wait_for(lambda: httpx.get(f"{served.url}/health").status_code == 200)
         host, port = served.url.removeprefix("http://").split(":")

@@ -69,6 +69,17 @@ def test_piped_text_is_the_prompt(stub: Stub, argv: list[str]) -> None:
     assert stub.requests[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
 
 
+@pytest.mark.parametrize("argv", [["-p", b"caf\xe9"], ["-p", "Hi", "--system", b"\xff"], []])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of standard input, which depends on the locale
+def test_bytes_that_are_not_utf_8(stub: Stub, argv: list[str | bytes], errors: str) -> None:
+    command = [*programs.proa("chat", f"--port={stub.port}"), *argv]
+    environ = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, env=environ, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert b"Send UTF-8 text." in done.stderr
+    assert not stub.requests
+
+
 def test_speed_stands_beside_the_roof(stub: Stub) -> None:
     stub.delay_s = 0.1
     words = chat(stub, "-p", "Hi").stderr.split("; ")[1]
@@ -258,7 +269,7 @@ def test_settings(key: str, text: str, value: object) -> None:
 def test_wrong_settings(key: str, text: str) -> None:
     with pytest.raises((UsageError, RequestError)):
         parse_setting(key, text)
-    assert "logit_bias" not in SETTINGS
+    assert {"logit_bias", "constraint", "thinking", "use_beam_search"}.isdisjoint(SETTINGS)
 
 
 def test_pieces_of_a_stream(stub: Stub) -> None:

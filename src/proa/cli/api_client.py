@@ -125,6 +125,8 @@ class ApiClient:
                         return
                     if line.startswith("data:"):
                         yield _piece(json.loads(line[5:]))
+        except UnicodeEncodeError as e:  # Python decodes such bytes of arguments and input to lone surrogates
+            raise RequestError("The prompt, the system message or a setting is not UTF-8.", "Send UTF-8 text.") from e
         except (httpx.TransportError, ValueError) as e:  # the connection broke, perhaps inside an event
             raise _gone(self.url) from e
         raise _gone(self.url)

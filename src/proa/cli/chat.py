@@ -78,7 +78,10 @@ def _prompt(given: str | None) -> str | None:
         return given
     if given is None and sys.stdin.isatty():
         return None
-    text = sys.stdin.read().strip()
+    try:
+        text = sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input cannot be read: {error}.", "Send UTF-8 text.") from error
     if not text:
         raise UsageError("There is no prompt: standard input is empty.", "Give a prompt with -p TEXT.")
     return text

@@ -20,8 +20,11 @@ from proa.obs.console import write_out
 from proa.obs.units import format_duration
 from proa.types import SamplingParams
 
-# Fields of SamplingParams that are of no use for one streamed answer in a terminal.
-_NOT_HERE = {"n", "logprobs", "prompt_logprobs", "logit_bias"}
+# Fields of SamplingParams that are of no use for one streamed answer in a terminal, or no fields of a request.
+_NOT_HERE = {
+    *("n", "logprobs", "prompt_logprobs", "logit_bias", "constraint", "thinking", "return_progress"),
+    *("use_beam_search", "best_of", "length_penalty", "early_stopping"),
+}
 SETTINGS = {f.name: f for f in msgspec.structs.fields(SamplingParams) if f.name not in _NOT_HERE}
 
 

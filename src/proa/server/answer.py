@@ -18,6 +18,7 @@ from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.parsers.events import AnswerParser, ChoiceParser, Parsed, PlainText
+from proa.server.errors import ApiError
 from proa.server.replies import PromptProgress, Usage
 from proa.server.service import RequestRecord
 from proa.text.answer import numerics_error
@@ -54,6 +55,7 @@ class Job:
     one_call: bool = False  # an answer ends with its first tool call
     headers: Mapping[str, str] = field(default_factory=dict)  # of the response
     progress_object: Callable[[PromptProgress], Any] | None = None  # called only if the parameters ask for progress
+    failure: Callable[[ApiError], Any] | None = None  # the event that ends a failed stream; None: the dialect's
     is_prompt_only: bool = False  # max_tokens 0: the engine generates one token, which is discarded
 
 

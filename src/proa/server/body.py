@@ -17,11 +17,11 @@ _MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
 
 async def read_body(request: Request) -> list[bytes]:
     """Read the request's body, in parts. Raises ApiError 413 or 415; ClientGoneError if the upload is cut off."""
-    media_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if media_type != "application/json":  # blocks cross-origin pages too: this media type needs a CORS preflight
-        message = (
-            f"The body has media type {media_type}; send application/json (curl: -H 'Content-Type: application/json')."
-        )
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    # Blocks cross-origin pages too, whose browser asks first (CORS preflight) for this media type alone.
+    if media_type != "application/json":
+        has = f"has media type {media_type}" if media_type else "has no media type"
+        message = f"The body {has}; send application/json (curl: -H 'Content-Type: application/json')."
         raise ApiError(415, "unsupported_media_type", message)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":

@@ -130,7 +130,8 @@ class CompletionReplyWriter:
         if request.echo:
             opening.text = self._echoed[prompt_index]
             if request.logprobs is not None:
-                opening.logprobs = self._writers[index].write(tokens, scores)
+                given = request.prompt[prompt_index]
+                opening.logprobs = self._writers[index].write(tokens, scores, given if isinstance(given, str) else None)
         if request.prompt_logprobs is not None:
             opening.prompt_logprobs = prompt_logprobs(self._tokenizer, scores)
         if request.return_token_ids:

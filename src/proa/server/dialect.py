@@ -18,11 +18,10 @@ from proa.server.sse import LINE_FRAMES, NAMED_FRAMES, PLAIN_FRAMES, TYPED_FRAME
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API's conventions. error_body: (error, request id) -> body of an error response; error_event: the same ->
-    the event that ends a failed stream."""
+    """One API's conventions. error_body: (error, request id) -> body of an error response, and the event that ends a
+    failed stream, unless its job makes that (Job.failure)."""
 
     error_body: Callable[[ApiError, str], Any]
-    error_event: Callable[[ApiError, str], Any]
     frames: Frames
 
 
@@ -30,20 +29,14 @@ def _openai_error(error: ApiError, request_id: str) -> Any:
     return error.body()
 
 
-def _failed_response(error: ApiError, request_id: str) -> Any:
-    response = {"id": f"resp_{request_id}", "object": "response", "status": "failed", "output": []}
-    details = {"code": error.code, "message": error.message}
-    return {"type": "response.failed", "sequence_number": 0, "response": {**response, "error": details}}
-
-
 def _ollama_error(error: ApiError, request_id: str) -> Any:
     return {"error": error.message}
 
 
-OPENAI = Dialect(_openai_error, _openai_error, PLAIN_FRAMES)
-RESPONSES = Dialect(_openai_error, _failed_response, TYPED_FRAMES)
-OLLAMA = Dialect(_ollama_error, _ollama_error, LINE_FRAMES)
-ANTHROPIC = Dialect(error_reply, error_reply, NAMED_FRAMES)
+OPENAI = Dialect(_openai_error, PLAIN_FRAMES)
+RESPONSES = Dialect(_openai_error, TYPED_FRAMES)
+OLLAMA = Dialect(_ollama_error, LINE_FRAMES)
+ANTHROPIC = Dialect(error_reply, NAMED_FRAMES)
 _BY_PATH = {"/api": OLLAMA, "/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES}
 
 

@@ -70,7 +70,7 @@ async def _generate(request: Request, service: Service, schema: type[R], make_jo
         objects = answer_objects(llm, job, record, service.metrics)
         if asked.stream:
             dialect = dialect_of(request.scope["path"])
-            await send_events(objects, dialect.frames, _explainer(record, dialect), headers, send)
+            await send_events(objects, dialect.frames, _explainer(record, dialect, job), headers, send)
         else:
             folded = job.writer.fold([item async for item in objects])
             await json_response(folded, headers=headers)(request.scope, request.receive, send)
@@ -78,15 +78,17 @@ async def _generate(request: Request, service: Service, schema: type[R], make_jo
     return WhileConnected(answer)
 
 
-def _explainer(record: RequestRecord, dialect: Dialect) -> Callable[[Exception], object]:
+def _explainer(record: RequestRecord, dialect: Dialect, job: Job) -> Callable[[Exception], object]:
     """Return a function that handles an error in mid-stream: it records the error, logs a bug, and returns the content
     of the error event."""
 
     def explain(error: Exception) -> object:
         record.error = str(error) or type(error).__name__
         if isinstance(error, ProaError):
-            return dialect.error_event(from_proa(error), record.request_id)
-        log.error("Unexpected error in request %s", record.request_id, exc_info=error)
-        return dialect.error_event(internal(record.request_id), record.request_id)
+            shown = from_proa(error)
+        else:
+            log.error("Unexpected error in request %s", record.request_id, exc_info=error)
+            shown = internal(record.request_id)
+        return job.failure(shown) if job.failure is not None else dialect.error_body(shown, record.request_id)
 
     return explain

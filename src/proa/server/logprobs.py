@@ -39,8 +39,11 @@ class CompletionLogprobsWriter:
         self._top = top
         self._offset = 0
 
-    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """Write the entries of the next tokens; None is the prompt's first token, which has no logprob."""
+    def write(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], text: str | None = None
+    ) -> CompletionLogprobs:
+        """Write the entries of the next tokens; None is the prompt's first token, which has no logprob. text: that the
+        tokens were made from, if it is echoed: it has the special tokens that the client wrote, whatever is skipped."""
         written = CompletionLogprobs([], [], [] if self._top else None, [])
         for token, entry in zip(tokens, logprobs, strict=True):
             written.tokens.append(self._spell(token))
@@ -48,8 +51,15 @@ class CompletionLogprobsWriter:
             written.text_offset.append(self._offset)
             if written.top_logprobs is not None:
                 written.top_logprobs.append(None if entry is None else self._alternatives(entry))
-            self._offset += len(self._detokenizer.feed(token))
+            self._offset += self._length(token, text)
         return written
+
+    def _length(self, token: int, text: str | None) -> int:
+        """Return how many characters a token completes."""
+        if text is None or token not in self._tokenizer.special_ids:
+            return len(self._detokenizer.feed(token))
+        spelt = self._tokenizer.token_text(token)
+        return len(spelt) if text.startswith(spelt, self._offset) else 0  # else added by the tokenizer, as bos is
 
     def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
         best: dict[str, float] = {}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import ApiRequest, GeneratingRequest, NestedObject, StopStrings
+from proa.server.schema import MOST_TOKENS, ApiRequest, GeneratingRequest, NestedObject, StopStrings
 from proa.types import Constraint
 
 _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
@@ -16,7 +16,7 @@ _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
 class Options(NestedObject):
     """Sampling settings. Those of loading a model, such as num_ctx, have no effect."""
 
-    num_predict: int | None = None
+    num_predict: int | None = Field(default=None, le=MOST_TOKENS)
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -29,6 +29,16 @@ class Options(NestedObject):
     tfs_z: float | None = None
     typical_p: float | None = None
     mirostat: int | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_tokens(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value
+
+    @field_validator("seed")
+    @classmethod
+    def _random(cls, value: int | None) -> int | None:
+        return None if value == -1 else value  # Ollama's default, a new seed for each request
 
     @field_validator(*_NEUTRAL)
     @classmethod

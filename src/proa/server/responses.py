@@ -11,6 +11,7 @@ from proa.llm import AsyncLLM
 from proa.parsers.events import Event, Parsed, Reasoning, Text, ToolArguments, ToolCall
 from proa.server import replies
 from proa.server.answer import Job
+from proa.server.errors import ApiError
 from proa.server.prompts import fitted, prompt_of, with_reasoning
 from proa.server.responses_items import CallItem, Item, MessageItem, ReasoningItem
 from proa.server.responses_prompt import DeclaredTool, as_chat, declared_tools, offered
@@ -40,13 +41,15 @@ async def responses_job(
     only_one = is_named or not request.parallel_tool_calls
     params = with_calls(llm, offered(request), params, only_one=only_one)
     params = with_reasoning(llm, chat, prompt.tokens, params)
+    writer = ResponsesWriter(request, items, stored, answer_id, model_name)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),
         parser=partial(llm.answer_parser, chat, prompt.tokens),
         one_call=not request.parallel_tool_calls,
         headers=prompt.headers,
-        writer=ResponsesWriter(request, items, stored, answer_id, model_name),
+        writer=writer,
+        failure=writer.failure,
     )
 
 
@@ -130,6 +133,12 @@ class ResponsesWriter:
         if self._request.store is not False:
             self._stored.add(self._response["id"], [*self._items, *self._output])
         yield self._event(f"response.{self._response['status']}", response=self._response)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the event that ends the stream after an error, with the items that were complete before."""
+        details = {"code": error.code, "message": error.message}
+        self._response.update(status="failed", output=self._output, error=details)
+        return self._event("response.failed", response=self._response)
 
     def fold(self, objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
         whole: dict[str, Any] = objects[-1]["response"]

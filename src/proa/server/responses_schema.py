@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import GeneratingRequest, NestedObject
+from proa.server.schema import MOST_TOKENS, GeneratingRequest, NestedObject
 from proa.types import Constraint
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -34,7 +34,7 @@ class ResponsesRequest(GeneratingRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list)

@@ -18,6 +18,8 @@ from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
 
+MOST_TOKENS = 2**31  # of SamplingParams.max_tokens, for fields that have another name
+
 MAX_STOPS = 64  # each stop string is matched against every generated character
 MAX_STOP_CHARACTERS = 4096
 _MAX_ID_DIGITS = 20
@@ -210,7 +212,7 @@ class ChatRequest(SampledRequest):
     budget_field = "thinking_token_budget"
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
