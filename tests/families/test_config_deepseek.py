@@ -151,6 +151,11 @@ def test_deepseek_v3(
     assert (declared.names.why_ignored(ahead) is None) == (config["num_nextn_predict_layers"] == 0)
 
 
+def test_groups_that_a_config_of_v3_does_not_name() -> None:
+    missing = {key: value for key, value in V3.items() if key not in ("n_group", "topk_group")}
+    assert declare(missing).spec == declare(V3).spec
+
+
 def test_groups_of_deepseek_v2() -> None:
     limited = {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
     ffn = spec_of(**limited).blocks[-1].ffn

@@ -5,21 +5,30 @@ test_logits.py, test_native_logits.py and test_split_logits.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 
 from engines import load_decoder, load_native
 from hybrid_engines import SPLITS, Kept, load_split
+from proa.models.families import declare
 from proa.native.formats import Form, Format
 from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from teacher_forced import all_experts, forced, prompts
+from tiny import TINY
 from tiny_quantised import make_gpt_oss
 
+# What transformers takes for a config without rope_parameters and rope_scaling.
+DEFAULT_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 TEXTS, PROMPT_TOKENS = prompts([9, 30, 4]), [1, 22, 2]
 
@@ -88,3 +97,15 @@ def assert_near(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> 
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
     assert off_plain <= 0.05 * scale, "the yardstick itself is off"
     assert off_got <= 1.05 * off_plain + 1e-4 * scale
+
+
+def test_a_config_without_rope_parameters_means_yarn() -> None:
+    config: dict[str, Any] = {"architectures": ["GptOssForCausalLM"], **TINY["gpt-oss"].config}
+    config.pop("rope_parameters")
+    want = declare(config | {"rope_parameters": DEFAULT_YARN | {"rope_theta": 1.5e5}}).spec
+    assert declare(config).spec == want
+    assert declare(config | {"rope_theta": 1e4, "rope_scaling": None}).spec.ropes == {
+        replace(rope, base=1e4) for rope in want.ropes
+    }
+    theirs = GptOssConfig(**TINY["gpt-oss"].config | {"rope_parameters": None}).rope_parameters
+    assert theirs == DEFAULT_YARN | {"rope_theta": 1.5e5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -181,6 +182,40 @@ def test_refusal_names_ram_and_vram() -> None:
         plan(QWEN3_30B, machine(20, gpu(24)))
     with pytest.raises(ResourceError, match=r"^some/model does not fit into VRAM and RAM together"):
         plan(QWEN3_30B, machine(20, gpu(24)), gpu="0")
+
+
+SHORT_OF_RAM = msgspec.structs.replace(machine(64, gpu(24)), available_bytes=30 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("box", "asked", "remedy"),
+    [
+        (machine(124, gpu(24)), {"ram": 20 * GIB}, r"^Use --ram (?P<ram>\d+)M, or a smaller model"),
+        (machine(50, gpu(24)), {"ram_reserve": 20 * GIB}, r"^Use --ram-reserve (?P<ram_reserve>\d+)M, or a smaller"),
+        (machine(50, gpu(24)), {"ram_reserve": 20 * GIB, "ram": 20 * GIB},
+         r"^Use --ram (?P<ram>\d+)M --ram-reserve (?P<ram_reserve>\d+)M, or a smaller"),
+        (machine(20, gpu(24)), {"context": 32768}, r"^Use a machine with 4\d\.\d GiB of .*, a shorter --context"),
+        (SHORT_OF_RAM, {}, r"^Free 8\.\d\d GiB of memory, or a smaller model"),
+    ],
+)  # fmt: skip
+def test_what_helps_experts_that_ram_cannot_hold(box: Machine, asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ResourceError, match="VRAM and RAM together") as refused:
+        plan(QWEN3_30B, box, gpu="0", **asked)
+    found = re.search(remedy, refused.value.remedy)
+    assert found, refused.value.remedy
+    if flags := found.groupdict():
+        assert plan(QWEN3_30B, box, gpu="0", **asked | {name: int(mib) << 20 for name, mib in flags.items()}).gpu
+
+
+def test_ram_that_is_short_without_experts() -> None:
+    with pytest.raises(ResourceError, match=r"0 B remain, and RAM lacks 4\.\d+ GiB for the rest"):
+        plan(MIXED, machine(64), ram=300 << 20, gpu="sim:4GiB")
+
+
+def test_vram_that_the_gpu_lacks_is_not_asked_for() -> None:
+    with pytest.raises(ResourceError, match="cannot hold some/model") as refused:
+        plan(QWEN3_30B, machine(124, gpu(3)), gpu="0", vram=GIB)
+    assert refused.value.remedy == "Use --gpu none."
 
 
 def test_dense_model_is_in_vram() -> None:

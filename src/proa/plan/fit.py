@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from proa.config.options import EngineOptions
+from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import Model, Rope
@@ -218,16 +218,36 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
         helps.append(f"use --max-running {fewer}")
     if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:
         helps.append(f"use --dtype bfloat16, which saves {format_bytes(case.need.weights_bytes // 2)}")
-    if case.machine.available_bytes >= total_bytes:
-        by_ram = asked.machine.ram is not None and asked.machine.ram < total_bytes
-        spare = case.machine.available_bytes - total_bytes
-        helps.append(f"use --ram {size_flag(total_bytes)}" if by_ram else f"use --ram-reserve {spare >> 20}M")
-    elif case.machine.total_bytes >= total_bytes:
-        helps.append(f"free {format_bytes(missing)} of memory")
-    else:
-        helps.append(f"use a machine with {format_bytes(total_bytes)} of free memory, or a smaller model")
+    more, enough = more_ram(case, missing)
+    helps.append(more if enough else f"{more}, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def ram_reserve(asked: MachineOptions, machine: Machine) -> int:
+    """Bytes of free RAM that stay free."""
+    return min(1 << 30, machine.total_bytes // 20) if asked.ram_reserve is None else asked.ram_reserve
+
+
+def usable_ram(asked: MachineOptions, machine: Machine) -> int:
+    """Bytes of RAM that may be used."""
+    room = max(0, machine.available_bytes - ram_reserve(asked, machine))
+    return room if asked.ram is None else min(asked.ram, room)
+
+
+def more_ram(case: Case, missing_bytes: int) -> tuple[str, bool]:
+    """What gives `missing_bytes` more RAM to the model, as a phrase; False if the machine's RAM is too small."""
+    asked, machine = case.options.machine, case.machine
+    wanted, reserve = usable_ram(asked, machine) + missing_bytes, ram_reserve(asked, machine)
+    if wanted > machine.total_bytes:
+        return f"use a machine with {format_bytes(wanted)} of free memory", False
+    flags = [f"--ram {size_flag(wanted)}"] if asked.ram is not None and asked.ram < wanted else []
+    if wanted > machine.available_bytes:
+        freed = f"free {format_bytes(wanted + reserve - machine.available_bytes)} of memory"
+        return " and use ".join([freed, *flags]), True
+    spare = machine.available_bytes - wanted
+    flags += [f"--ram-reserve {spare >> 20}M"] if spare < reserve else []
+    return f"use {' '.join(flags)}", True
 
 
 def fewer_running(case: Case, missing_bytes: int) -> int:

@@ -24,7 +24,7 @@ from proa.plan.deferral import deferral_rows
 from proa.plan.deterministic import cell_tokens, fixed_options
 from proa.plan.device import choose
 from proa.plan.expert_counts import Counts
-from proa.plan.fit import Case, Fitted, fit
+from proa.plan.fit import Case, Fitted, fit, ram_reserve, usable_ram
 from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import asked_gpu, unused_rows
 from proa.plan.kernels import beyond_cpu, beyond_gpu
@@ -330,11 +330,7 @@ def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
 def _ram(asked: MachineOptions, host: Host) -> tuple[int, tuple[Decision, Decision]]:
     """Usable bytes of RAM, and the rows for its size and its bandwidth."""
     machine = host.machine
-    free, reserve = machine.available_bytes, asked.ram_reserve
-    if reserve is None:
-        reserve = min(1 << 30, machine.total_bytes // 20)
-    room = max(0, free - reserve)
-    got = room if asked.ram is None else min(asked.ram, room)
+    free, reserve, got = machine.available_bytes, ram_reserve(asked, machine), usable_ram(asked, machine)
     why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} reserved"
     if machine.memory_bound_by != "free memory":
         why += f"; bound by {machine.memory_bound_by}"

@@ -15,7 +15,7 @@ from proa.machine.machine import Gpu
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
-from proa.plan.fit import Case, Fitted, Short, least_context_bytes, listed_parts, reach, size_flag
+from proa.plan.fit import Case, Fitted, Short, least_context_bytes, listed_parts, more_ram, reach, size_flag
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
@@ -340,12 +340,16 @@ def _wish(asked: GpuOptions, layers: tuple[MoeLayer, ...], num_blocks: int) -> W
 
 
 def _usable(asked: GpuOptions, gpu: Gpu) -> tuple[int, Decision]:
-    reserve = 0 if gpu.simulated else max(LEAST_RESERVE_BYTES, gpu.total_bytes // RESERVE_SHARE)
+    reserve = _reserve(gpu)
     room = max(0, gpu.free_bytes - reserve)
     got = room if asked.vram is None else min(asked.vram, room)
     free = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
     why = f"{free}, {format_bytes(reserve)} reserved"
     return got, Decision("VRAM", "auto" if asked.vram is None else format_bytes(asked.vram), format_bytes(got), why)
+
+
+def _reserve(gpu: Gpu) -> int:
+    return 0 if gpu.simulated else max(LEAST_RESERVE_BYTES, gpu.total_bytes // RESERVE_SHARE)
 
 
 def _room(case: Case, layers: tuple[MoeLayer, ...], batch_tokens: int, gpu: Gpu, budget_bytes: int) -> _Room:
@@ -388,7 +392,8 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
     if isinstance(got, Short):
         listed = listed_parts(case, got, "dense weights", "CUDA")
         vram = case.options.gpus.vram
-        helps = [f"--vram {size_flag(got.total_bytes)} or more"] if vram and vram < got.total_bytes else []
+        by_flag = vram is not None and vram < got.total_bytes <= gpu.free_bytes - _reserve(gpu)
+        helps = [f"--vram {size_flag(got.total_bytes)} or more"] if by_flag else []
         helps += [f"--context {got.fitting}"] if got.fitting > 0 else []
         raise ResourceError(
             f"{gpu.name} cannot hold {case.model} even without its routed experts: that takes "
@@ -460,10 +465,13 @@ def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> Resourc
 
 
 def _ram_refusal(case: Case, needed_bytes: int, room_bytes: int, resident: int) -> ResourceError:
-    machine = case.machine
+    machine, (more, _) = case.machine, more_ram(case, needed_bytes - room_bytes)
+    lacks = f"RAM lacks {format_bytes(-room_bytes)} for the rest"
+    has = f"RAM has {format_bytes(room_bytes)} for them" if room_bytes >= 0 else lacks
+    shorter = "" if case.options.cache.context is None else "a shorter --context, "
     return ResourceError(
         f"{case.model} does not fit into VRAM and RAM together: of its routed experts {format_bytes(resident)} fit "
-        f"into VRAM, {format_bytes(needed_bytes)} remain, and RAM has {format_bytes(max(0, room_bytes))} for them "
+        f"into VRAM, {format_bytes(needed_bytes)} remain, and {has} "
         f"({format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}).",
-        f"Free {format_bytes(needed_bytes - room_bytes)} of memory, use a shorter --context, or a smaller model.",
+        f"{more[0].upper()}{more[1:]}, {shorter}or a smaller model.",
     )

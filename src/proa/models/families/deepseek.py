@@ -32,7 +32,7 @@ def deepseek_v3(c: Reader) -> tuple[Model, NameTable]:
     c.expect("rope_interleave", True)
     c.ignore("another name of num_nextn_predict_layers", "num_mtp_layers")
     mixer, names = latent_attention(c), v3_names(c, _RULES)
-    return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in v3_ffns(c, mixer.hidden)]), names
+    return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in v3_ffns(c, mixer.hidden, groups=(8, 4))]), names
 
 
 def latent_attention(c: Reader) -> LatentAttention:

@@ -4,11 +4,13 @@ Source: modeling_gpt_oss.py in Hugging Face transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, biases, layer_windows, model
 from proa.models.families.moe import experts_per_token
 from proa.models.names import NameTable
-from proa.models.spec import Gating, Model, Moe, Router
+from proa.models.spec import Gating, Model, Moe, RopeScaling, Router
 
 NAMES = NameTable(
     (
@@ -19,8 +21,14 @@ NAMES = NameTable(
 )
 
 
+# Of a config that says nothing about it.
+_YARN = RopeScaling("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+
+
 def gpt_oss(c: Reader) -> tuple[Model, NameTable]:
     mixer = attention(c, theta=150000.0, sinks=True, **biases(c, default=True))
+    if not (c.has("rope_parameters") or c.has("rope_scaling")):
+        mixer = replace(mixer, rope=replace(mixer.rope, scaling=_YARN))
     experts = c.size("num_local_experts")
     top_k = experts_per_token(c, experts, "experts_per_token")
     c.expect("swiglu_alpha", 1.702)

@@ -42,8 +42,8 @@ def _windows(c: Reader) -> list[int | None]:
     return found
 
 
-def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
-    """The FFN of each layer: dense before first_k_dense_replace, MoE after."""
+def v3_ffns(c: Reader, hidden: int, groups: tuple[int, int] = (1, 1)) -> list[Mlp | Moe]:
+    """The FFN of each layer: dense before first_k_dense_replace, MoE after. groups: defaults of n_group, topk_group."""
     c.expect("scoring_func", "sigmoid", "noaux_tc")
     c.expect("topk_method", "noaux_tc")
     c.expect("moe_layer_freq", 1)
@@ -51,29 +51,31 @@ def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
     c.ignore("training and expert parallelism", "aux_loss_alpha", "seq_aux", "ep_size")
     layers, dense = c.size("num_hidden_layers"), c.get("first_k_dense_replace", int)
     c.ignore("unused without dense layers", "intermediate_size")
-    sparse = v3_moe(c, hidden)
+    sparse = v3_moe(c, hidden, groups)
     return [Mlp(hidden, c.size("intermediate_size")) if i < dense else sparse for i in range(layers)]
 
 
-def v3_moe(c: Reader, hidden: int) -> Moe:
-    """Read the MoE layer that all layers behind the dense ones share. Raises ConfigError."""
+def v3_moe(c: Reader, hidden: int, groups: tuple[int, int]) -> Moe:
+    """Read the MoE layer that all layers behind the dense ones share; groups: as in v3_ffns. Raises ConfigError."""
     experts, top_k, width = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size")
     shared = c.get("n_shared_experts", int, 0)
     router = Router(
         "sigmoid",
         renormalise=c.get("norm_topk_prob", bool),
         correction=True,
-        groups=expert_groups(c, experts, top_k, best_of=2),
+        groups=expert_groups(c, experts, top_k, best_of=2, defaults=groups),
         scale=c.get("routed_scaling_factor", float),
         epsilon=_EPSILON,
     )
     return Moe(hidden, experts, top_k, width, router, Mlp(hidden, width * shared) if shared else None)
 
 
-def expert_groups(c: Reader, experts: int, top_k: int, best_of: int) -> ExpertGroups | None:
+def expert_groups(
+    c: Reader, experts: int, top_k: int, best_of: int, defaults: tuple[int, int] = (1, 1)
+) -> ExpertGroups | None:
     """Read group-limited routing: the best topk_group of n_group groups; None if all groups are kept. Raises
     ConfigError."""
-    groups, kept = c.size("n_group", 1), c.size("topk_group", 1)
+    groups, kept = c.size("n_group", defaults[0]), c.size("topk_group", defaults[1])
     size, rest = divmod(experts, groups)
     if rest or size < best_of or kept > groups or kept * size < top_k:
         raise c.error(
