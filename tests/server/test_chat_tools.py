@@ -80,6 +80,7 @@ def test_messages_in_an_order_that_the_template_refuses(tmp_path: Path) -> None:
         ({"tools": TOOLS, "tool_choice": "now"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "no"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": True}}}, "tool_choice"),
     ],
 )
 def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:

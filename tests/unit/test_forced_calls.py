@@ -134,6 +134,21 @@ def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
     assert caught.value.param == "tools[odd].parameters.properties.a.uniqueItems"
 
 
+IN_ELEMENTS = [f for f in FORCED if f.parameter]
+
+
+@pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [(True, ""), ("x", ""), ([1], ""), ({"properties": {"a": {"type": "string", "enum": 5}}}, ".properties.a.enum")],
+)
+def test_parameters_of_wrong_types(calls: CallFormat, parameters: Any, place: str) -> None:
+    tools = [{"type": "function", "function": {"name": "odd", "parameters": parameters}}]
+    with pytest.raises(RequestError) as caught:
+        call_grammar(calls, tools, ["odd"], only_one=True)
+    assert caught.value.param == f"tools[odd].parameters{place}"
+
+
 def test_formats_without_a_grammar() -> None:
     assert call_grammar(None, TOOLS, ["now"], only_one=True) is None
     assert {f.name for f in FORCED if not f.written} == set()

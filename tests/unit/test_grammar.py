@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[Constraint, str, str]] = {
                 "rf.items.anyOf.1.uniqueItems", "uniqueItems is not supported"),
     "definition": (Constraint.json({"properties": {"x": {"$ref": "#/$defs/k"}}, "$defs": {"k": {"not": {}}}},
                                    param="rf"), "rf.$defs.k.not", "not is not supported"),
+    "no definitions": (Constraint.json({"$ref": "#/$defs/x", "$defs": 5}), "constraint.$ref", "x"),
     "other file": (Constraint.json({"items": {"$ref": "http://x/y"}}), "constraint.items.$ref", "http://x/y"),
     "type": (Constraint.json({"type": "animal"}), "constraint.type", "animal"),
     "impossible": (Constraint.json({"type": "string", "minLength": 3, "maxLength": 1}), "constraint.minLength",

@@ -82,8 +82,9 @@ def _place(schema: Any, why: str) -> list[str]:
 def _target(schema: dict[str, Any], shared: dict[str, Any]) -> list[tuple[list[str], Any]]:
     """Path and value of the definition that a schema refers to, if it does."""
     names = str(schema.get("$ref", "")).removeprefix("#/").split("/")
-    if len(names) == 2 and names[1] in shared.get(names[0], {}):
-        return [(names, shared[names[0]][names[1]])]
+    definitions = shared.get(names[0])
+    if len(names) == 2 and isinstance(definitions, dict) and names[1] in definitions:
+        return [(names, definitions[names[1]])]
     return []
 
 

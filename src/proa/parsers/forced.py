@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from proa.errors import RequestError
 from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
 from proa.parsers.typed import is_text
@@ -19,7 +20,7 @@ def call_grammar(
 
     forced: the answer is one or more calls of these functions. If empty, calls of any function may stand in free text;
     a function without `strict` then takes any object, if the format's arguments are JSON. only_one: at most one call.
-    Returns None for a format without a grammar.
+    Returns None for a format without a grammar. Raises RequestError for parameters of the wrong type.
     """
     if calls is None or not calls.written:
         return None
@@ -31,6 +32,7 @@ def call_grammar(
         is_free = not forced and functions[name].get("strict") is not True
         schema = functions[name].get("parameters") or {"type": "object"}
         if calls.parameter:
+            _check(schema, f"tools[{name}].parameters")
             content = Constraint.grammar(_parameters(calls.parameter, schema), param=f"tools[{name}].parameters")
         else:
             content = Constraint.json({"type": "object"} if is_free else schema, param=f"tools[{name}].parameters")
@@ -42,6 +44,18 @@ def call_grammar(
         return None
     found = Tags(tags=tuple(tags), triggers=(calls.trigger,), at_least=0, at_most=at_most)
     return Constraint.tags(found, param="tools")
+
+
+def _check(schema: Any, path: str) -> None:
+    """Refuse what `_parameters` cannot read; the grammar library checks the parameters' own schemas."""
+    if not isinstance(schema, dict):
+        raise RequestError(f"{path} is {str(schema)[:100]!r}.", "It must be a JSON Schema, as an object.", param=path)
+    properties = schema.get("properties")
+    for key, value in properties.items() if isinstance(properties, dict) else ():
+        enum = value.get("enum") if isinstance(value, dict) else None
+        if enum is not None and not isinstance(enum, list):
+            place = f"{path}.properties.{key}.enum"
+            raise RequestError(f"{place} is {str(enum)[:100]!r}.", "It must be a list.", param=place)
 
 
 def _parameters(written: str, schema: Schema) -> str:

@@ -55,7 +55,10 @@ def _wanted(choice: Any, names: list[str]) -> tuple[Collection[str], str]:
         return names, choice or "auto"
     allowed = choice.get("allowed_tools", choice if "mode" in choice else None)
     if isinstance(allowed, dict):
-        return [_name_in(tool) for tool in allowed.get("tools") or []], allowed.get("mode", "auto")
+        listed = allowed.get("tools") or []
+        if not isinstance(listed, list):
+            raise _wrong_choice("tool_choice.allowed_tools.tools must be a list of functions.")
+        return [_name_in(tool) for tool in listed], allowed.get("mode", "auto")
     return [_name_in(choice)], "required"
 
 
