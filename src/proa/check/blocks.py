@@ -82,10 +82,13 @@ class BlockReference:
         """The mixer's output for whole sequences. kv: the path's storage of this block's K and V; a type narrower than
         that of activations is kept in both types."""
         wide = KvStorage(torch.float32) if kv.dtype != torch.float8_e4m3fn else kv
+        assert self.spec.mixer is not None
+        of_activations = any(c.elems_per_token and not c.has_kv_dtype for c in self.spec.mixer.caches)
+        narrow = KvStorage(self._dtype) if of_activations else kv
         exact, rough = self._mixers
         return x.map(
             lambda t: self._of_sequences(exact, t, lengths, wide, torch.float32),
-            lambda t: self._of_sequences(rough, t, lengths, kv, self._dtype),
+            lambda t: self._of_sequences(rough, t, lengths, narrow, self._dtype),
         )
 
     @torch.inference_mode()
