@@ -104,6 +104,17 @@ def test_salt_model_and_kv_type_have_files_of_their_own(tmp_path: Path) -> None:
         stop(engine)
 
 
+def test_no_salt_stands_for_a_prompts_length(tmp_path: Path) -> None:
+    """With dynamic rotary angles the keys of a long prompt depend on its length, and are not those of a short one."""
+    scaling = '{"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}'
+    overrides = ("max_position_embeddings=64", f"rope_parameters={scaling}")
+    engine = start(make_tiny("qwen3-moe", tmp_path / "model"), tmp_path / "cache", **TORCH, override_config=overrides)
+    ask(engine, "short", PROMPT[:49], salt="rope:200:")
+    assert ask(engine, "long", PROMPT[:200]).cached_tokens == 0
+    assert ask(engine, "again", PROMPT[:200]).cached_tokens == 192
+    stop(engine)
+
+
 def test_a_request_that_waits_for_its_pages_can_be_aborted(tmp_path: Path) -> None:
     model, folder = make_tiny("qwen3-moe", tmp_path / "model"), tmp_path / "cache"
     first = start(model, folder, **NATIVE)

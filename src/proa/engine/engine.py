@@ -81,9 +81,11 @@ class Engine:
                 "Send stop_token_ids with the constraint.",
                 param="stop_token_ids",
             )
-        if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
-            # Keys of such a prompt depend on its length: see docs/decisions/003.
-            request = msgspec.structs.replace(request, salt=f"rope:{len(request.tokens)}:{request.salt}")
+        if self._dynamic_from is not None:
+            # Keys of a longer prompt depend on its length: see docs/decisions/003. Shorter ones get 0, so that no salt
+            # of a client is taken for a length.
+            length = len(request.tokens) if len(request.tokens) > self._dynamic_from else 0
+            request = msgspec.structs.replace(request, salt=f"rope:{length}:{request.salt}")
         self.scheduler.submit(request, matcher)
 
     def abort(self, request_id: str) -> bool:
