@@ -132,7 +132,10 @@ def test_published_configs(name: str, quantised: set[str], tmp_path: Path) -> No
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "hqq"}, "the quantisation 'hqq' is not implemented"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION has several"),
-    ({"quant_method": "gptq", "bits": 4, "sym": True, "group_size": "32"}, "group_size is '32'"),
+    (
+        {"quant_method": "gptq", "bits": 4, "sym": True, "group_size": "32"},
+        "'group_size' must be .* int, but it is '32'",
+    ),
 ]
 
 
