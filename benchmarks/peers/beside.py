@@ -157,9 +157,7 @@ def exact(dense: Dense, call: Call) -> npt.NDArray[np.float32]:
     return y
 
 
-def _row(
-    bench: KernelBench, peer: Peer, cell: Cell, shape: ExpertShape, loaded: Loaded, dense: Dense
-) -> dict[str, Any]:
+def _row(bench: KernelBench, peer: Peer, cell: Cell, shape: ExpertShape, loaded: Loaded, dense: Dense) -> dict[str, Any]:
     batch = RoutedBatch(shape, cell.tokens)
     calls = [Call(batch.x, ids, weights) for ids, weights in zip(batch.ids, batch.weights, strict=True)]
     call, result = loaded.prepare(calls)

@@ -37,7 +37,9 @@ def _as_they_are(_: Ggml, bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16
 
 
 _LIBRARIES = ("ggml-base", "ggml-cpu", "ggml")
-PROGRAM = Program("llama.cpp", "llama_cpp", "llama-cpp-python", _LIBRARIES, LLAMA_CPP, TYPES, _gated, _as_they_are)
+PROGRAM = Program(
+    "llama.cpp", "llama_cpp", "llama-cpp-python", _LIBRARIES, LLAMA_CPP, TYPES, _gated, _as_they_are
+)
 
 
 def run(argv: Sequence[str]) -> None:

@@ -43,14 +43,7 @@ CONFIG = {
     "rope_theta": 100000.0, "rope_scaling": None, "use_sliding_window": False, "max_position_embeddings": 8192,
     "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
 }  # fmt: skip
-IMPORTS = (
-    "sys",
-    "torch",
-    "triton.language",
-    "proa.cli.start",
-    "proa.engine.processes.loop",
-    "proa.engine.building.gpu",
-)
+IMPORTS = ("sys", "torch", "triton.language", "proa.cli.start", "proa.engine.processes.loop", "proa.engine.building.gpu")
 # Words of the prompt, and what else is asked.
 PROMPTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"temperature": 0}), (5, {"temperature": 0}), (17, {"temperature": 0.8, "seed": 1}),

@@ -80,9 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--short", type=int, default=256)
     parser.add_argument("--resident", type=int, default=0, help="experts of each layer in VRAM")
-    parser.add_argument(
-        "--after", type=float, default=0.2, help="when the short prompt comes, as a share of the long one"
-    )
+    parser.add_argument("--after", type=float, default=0.2, help="when the short prompt comes, as a share of the long one")
     parser.add_argument("--runs", type=int, default=3)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as made:
         asyncio.run(measure(parser.parse_args(), made))

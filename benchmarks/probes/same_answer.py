@@ -22,9 +22,7 @@ from proa.config.parse import from_keywords
 from proa.llm import AsyncLLM
 from proa.types import SamplingParams
 
-WORDS = (
-    "the quick brown fox jumps over lazy dog while rivers run and mountains stand tall under an old blue sky".split()
-)
+WORDS = "the quick brown fox jumps over lazy dog while rivers run and mountains stand tall under an old blue sky".split()
 LENGTHS = (3, 8, 17, 40, 90, 200, 7, 33)  # words of a prompt
 CONCURRENCY = (1, 4, 16)
 

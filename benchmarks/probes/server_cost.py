@@ -94,8 +94,7 @@ def client(port: int) -> Iterator[Connection]:
 def http_request(tokens: int) -> bytes:
     body = {"model": "any", "prompt": prompt(), "max_tokens": tokens, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    head += f"content-length: {len(content)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
     return head.encode() + b"content-type: application/json\r\n\r\n" + content
 
 

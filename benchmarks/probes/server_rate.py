@@ -52,8 +52,7 @@ def request(tokens: int, *, chat: bool) -> bytes:
     asked = {"messages": [{"role": "user", "content": prompt()}]} if chat else {"prompt": prompt()}
     content = json.dumps({"max_tokens": tokens, "ignore_eos": True, "stream": True, **asked}).encode()
     path = "chat/completions" if chat else "completions"
-    head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    head += f"content-length: {len(content)}\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
     return head.encode() + b"content-type: application/json\r\n\r\n" + content
 
 

@@ -187,9 +187,7 @@ def _children(pid: int, having: str = "") -> list[int]:
 def state_of(url: str) -> str:
     """Memory of the server and of its processes, and what still runs."""
     server = _pid_of(url)
-    sizes = [
-        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20 for pid in (server, *_children(server))
-    ]
+    sizes = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20 for pid in (server, *_children(server))]
     time.sleep(1.0)  # until cancellations have reached the engine
     metrics = httpx.get(f"{url}/metrics").text.splitlines()
     kept = [line for line in metrics if re.match(r"proa_(running|queued|waiting)_requests|proa_kv", line)]
@@ -205,9 +203,7 @@ def kill_server(url: str) -> None:
     while left and time.monotonic() < began + 10:
         time.sleep(0.05)
         left = [p for p in left if Path(f"/proc/{p}").exists()]
-    print(
-        f"server killed: of {len(below)} processes below it {len(left)} are left after {time.monotonic() - began:.1f} s"
-    )
+    print(f"server killed: of {len(below)} processes below it {len(left)} are left after {time.monotonic() - began:.1f} s")
 
 
 def poll(url: str, stop: Any, results: Any) -> None:

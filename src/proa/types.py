@@ -229,6 +229,7 @@ def _sampling_fields() -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(SamplingParams)
 
 
+MOST_TOKENS = 2**31  # a limit for a request's numbers of tokens
 MOST_LOGPROBS = 100  # alternatives per token; buffers of a GPU have this many
 
 # Parameters that beam search refuses unless None or neutral.
@@ -253,8 +254,8 @@ SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("best_of", 1, 128),
     ("length_penalty", -10.0, 10.0),
-    ("max_tokens", 1, 2**31),
-    ("min_tokens", 0, 2**31),
+    ("max_tokens", 1, MOST_TOKENS),
+    ("min_tokens", 0, MOST_TOKENS),
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("top_k", 0, 2**31),

@@ -23,6 +23,7 @@ from proa.machine.rates import RamRate
 from proa.native.formats import Format, layout
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
+from proa.plan.prepare import with_paths
 from quick_plan import prepare, ram_of
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
@@ -171,6 +172,14 @@ def test_probed_machine_reaches_the_plan(folder: Path, monkeypatch: pytest.Monke
     plan = prepare(str(folder), EngineOptions(model=DUMMY)).plan
     assert plan.gpu is not None
     assert (plan.gpu.name, plan.gpu.vram.free_bytes) == ("Card", 7 << 30)
+
+
+def test_a_plan_for_another_machine_looks_at_no_folder_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    asked = EngineOptions(cache=CacheOptions(prefix_cache_dir=str(tmp_path / "file" / "kept"), prefix_cache_disk=1))
+    assert with_paths(asked, elsewhere=True) == asked
+    with pytest.raises(UsageError, match="cannot be created"):
+        with_paths(asked)
 
 
 def test_a_hub_model_is_planned_before_it_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

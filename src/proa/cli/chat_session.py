@@ -22,9 +22,9 @@ from proa.types import SamplingParams
 
 # Fields of SamplingParams that are of no use for one streamed answer in a terminal, or no fields of a request.
 _NOT_HERE = {
-    *("n", "logprobs", "prompt_logprobs", "logit_bias", "constraint", "thinking", "return_progress"),
-    *("use_beam_search", "best_of", "length_penalty", "early_stopping"),
-}
+    "n", "logprobs", "prompt_logprobs", "logit_bias", "constraint", "thinking", "return_progress",
+    "use_beam_search", "best_of", "length_penalty", "early_stopping",
+}  # fmt: skip
 SETTINGS = {f.name: f for f in msgspec.structs.fields(SamplingParams) if f.name not in _NOT_HERE}
 
 

@@ -61,9 +61,9 @@ def cpu_flops(asked: MachineOptions, machine: Machine, isa: str) -> float:
     return measure_products(found, isa, pinned=asked.cpu_binding != "none")
 
 
-def with_paths(asked: EngineOptions) -> EngineOptions:
+def with_paths(asked: EngineOptions, *, elsewhere: bool = False) -> EngineOptions:
     """The options with absolute paths of what the engine's process writes. Raises UsageError for a path that it could
-    not use."""
+    not use. elsewhere: on another machine, whose folders are not looked at."""
     gpus, cache = asked.gpus, asked.cache
     if gpus.save_expert_counts is not None:
         file = Path(gpus.save_expert_counts).absolute()
@@ -71,7 +71,8 @@ def with_paths(asked: EngineOptions) -> EngineOptions:
         gpus = replace(gpus, save_expert_counts=str(file))
     if cache.prefix_cache_dir is not None:
         folder = Path(cache.prefix_cache_dir).expanduser().absolute()
-        check_folder(folder)
+        if not elsewhere:
+            check_folder(folder)
         cache = replace(cache, prefix_cache_dir=str(folder))
     return replace(asked, gpus=gpus, cache=cache)
 
@@ -94,7 +95,7 @@ def prepare(
     A model on the hub is planned from its headers before its weights are fetched: one that does not fit is refused.
     Raises ModelError, HubError, UsageError, ResourceError.
     """
-    asked = with_paths(options or EngineOptions())
+    asked = with_paths(options or EngineOptions(), elsewhere=machine is not None)
 
     def judge(preview: Path, load_format: str) -> None:
         preview_opened = open_model(preview, load_format, asked.model)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import MOST_TOKENS, ApiRequest, GeneratingRequest, NestedObject, StopStrings
-from proa.types import Constraint
+from proa.server.schema import ApiRequest, GeneratingRequest, NestedObject, StopStrings
+from proa.types import MOST_TOKENS, Constraint
 
 _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from proa.server.constraints import READERS
-from proa.server.schema import MOST_TOKENS, GeneratingRequest, NestedObject
-from proa.types import Constraint
+from proa.server.schema import GeneratingRequest, NestedObject
+from proa.types import MOST_TOKENS, Constraint
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 USABLE_TOOLS = ("function", "custom", "namespace")

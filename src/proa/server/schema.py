@@ -14,11 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from proa.errors import RequestError
 from proa.server.constraints import CONSTRAINING, constraint_of
 from proa.server.fields import Endpoint
-from proa.types import SamplingParams
+from proa.types import MOST_TOKENS, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
-
-MOST_TOKENS = 2**31  # of SamplingParams.max_tokens, for fields that have another name
 
 MAX_STOPS = 64  # each stop string is matched against every generated character
 MAX_STOP_CHARACTERS = 4096
