@@ -30,6 +30,7 @@ from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
 from proa.native.weights import Experts
+from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import traits_of
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
@@ -92,6 +93,11 @@ SPLITS = {
 }
 
 
+def _cuda_device_ops(at: torch.device) -> DeviceOps:
+    made: DeviceOps = _cuda("ops.cuda_device").device_ops(at, traits_of(at).capability)
+    return made
+
+
 def _cuda_ops(at: torch.device, hybrid: HybridModel, staging: Staging) -> Ops:
     attention = _cuda("ops.cuda_attention").CudaAttention(traits_of(at))
     made: Ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at), attention).table()
@@ -113,7 +119,7 @@ def load_split(
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
         ops = _cuda_ops(at, hybrid, staging) if cuda else reference(torch.bfloat16, hybrid.new_experts)
-        model, device_ops = Decoder(spec, ops), _cuda("ops.cuda_device").device_ops(at) if cuda else None
+        model, device_ops = Decoder(spec, ops), _cuda_device_ops(at) if cuda else None
         targets = {
             name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target
             for name, target in model.parameters()

@@ -22,9 +22,11 @@ def small_loads(variant: Any, code: Code) -> str:
         return f"only {whole} loads of 16 bytes"
     # A linear map of one row copies x as well, a part of a kilobyte for each of several rows of weights. Of packed
     # formats, scales are copied as well, in smaller parts; pair by pair x too, a word or two at a time, and with codes
-    # as they are x of few rows, scales and minimums, 8 bytes of each for 32 of codes.
+    # as they are x of few rows, scales and minimums, 8 bytes of each for 32 of codes. Products of half a block copy
+    # half of x, but the same scales.
     if "QUADS" in constants or constants.get("SCALE", "none") != "none":
-        least = 0.4 if "QUADS" in constants else 32 / 56 if constants.get("CODED") is True else 2 / 3
+        few = constants.get("CODED") is True or constants.get("LEAST") != constants.get("BLOCK")
+        least = 0.4 if "QUADS" in constants else 32 / 56 if few else 2 / 3
         share = 16 * whole / sum(sizes)
         return "" if share >= least else f"{share:.0%} of bytes are loaded 16 at a time, at least {least:.0%} expected"
     spare = whole // 4 if variant.kernel.__name__ == "_one" else 0
@@ -34,7 +36,13 @@ def small_loads(variant: Any, code: Code) -> str:
 
 def changed_codes(variant: Any, code: Code) -> str:
     """FP8 weights go from shared memory to the tensor cores unchanged."""
-    lines = [line.strip() for line in code["ptx"].splitlines()]
+    parts = re.split(r"^\$L\w+:$", code["ptx"], flags=re.MULTILINE)  # a loop's body has no label inside
+    found = [_changed_codes(part) for part in parts if "wgmma.mma_async" in part] or [_changed_codes("")]
+    return next(filter(None, found), "")
+
+
+def _changed_codes(body: str) -> str:
+    lines = [line.strip() for line in body.splitlines()]
     products = [i for i, line in enumerate(lines) if line.startswith("wgmma.mma_async")]
     if len(products) < 4 or not all(".f32.e4m3.e4m3" in lines[i] for i in products):
         return f"{len(products)} products on the tensor cores, at least 4 of e4m3 with e4m3 expected"

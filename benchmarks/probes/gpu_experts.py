@@ -21,14 +21,16 @@ from torch import Tensor
 
 from proa.models.spec import Router
 from proa.native.formats import BF16_FORM, Format, Layout, facts
-from proa.ops import sizes
 from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
+from proa.ops.gpu_traits import traits_of
 from proa.ops.residency import ExpertShape, Located, Residency
+from proa.ops.sizes import BLOCK_TOKENS, WIDE_BLOCK
 from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.expert_sum import Into, Watch, combine
+from proa.ops.triton.expert_tiles import HOPPER, Tile, block_tokens, tile_of
 from proa.ops.triton.experts import expert_space, experts
 from proa.ops.triton.formats import examples
 from proa.ops.triton.linear import linear
@@ -39,8 +41,8 @@ DEVICE = torch.device("cuda")
 EXPERTS, TOP_K, LAYERS = 128, 8, 4
 RULE = RouterRule(TOP_K, Router("softmax", True))
 FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *examples())}
-TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
-WIDE = 256  # tokens of a block that only the sweep tries
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 256, 512, 1024, 4096)
+CAPABILITY = traits_of(DEVICE).capability
 
 
 def microseconds(calls: Sequence[Callable[[], None]]) -> float:
@@ -143,7 +145,7 @@ class Case:
         shape = self.shape
         self.x = torch.randn(tokens, shape.hidden, device=DEVICE).bfloat16()
         self.routings = [routing_of(layer, tokens) for layer in layers]
-        self.space = expert_space(tokens, TOP_K, EXPERTS, shape, DEVICE)
+        self.space = expert_space(tokens, TOP_K, EXPERTS, shape, DEVICE, capability=CAPABILITY)
         self.out = torch.empty_like(self.x)
         self.active = statistics.mean(len(r.at.ids.unique()) for r in self.routings)
         self.nbytes = int(self.active * (shape.up.matrix_bytes + shape.down.matrix_bytes))
@@ -168,16 +170,16 @@ class Case:
     def group(self, routing: Routing, size: int) -> None:
         experts_grouped.group(routing.at.ids, EXPERTS, size, self.space.groups)
 
-    def grouped_up(self, routing: Routing, size: int) -> None:
+    def grouped_up(self, routing: Routing, tile: Tile) -> None:
         """With its group, which belongs to one routing."""
-        self.group(routing, size)
+        self.group(routing, tile.tokens)
         at, by = routing.at.up, self.space.groups
-        experts_grouped.multiply_blocks(self.x, at, by, size, self.shape, self.space.h, up=True)
+        experts_grouped.multiply_blocks(self.x, at, by, tile, self.shape, self.space.h, up=True)
 
-    def grouped_down(self, routing: Routing, size: int) -> None:
-        self.group(routing, size)
+    def grouped_down(self, routing: Routing, tile: Tile) -> None:
+        self.group(routing, tile.tokens)
         at, by = routing.at.down, self.space.groups
-        experts_grouped.multiply_blocks(self.space.h, at, by, size, self.shape, self.space.partial, up=False)
+        experts_grouped.multiply_blocks(self.space.h, at, by, tile, self.shape, self.space.partial, up=False)
 
 
 def time_experts(copy: float, layers: Sequence[Layer]) -> None:
@@ -194,11 +196,12 @@ def time_parts(case: Case, copy: float) -> None:
         row("    gate_up", case.each(case.few_up), int(case.nbytes * up), case.flops * up, copy)
         row("    down", case.each(case.few_down), int(case.nbytes * down), case.flops * down, copy)
     else:
-        size = experts_grouped.block_tokens(pairs, EXPERTS, experts_grouped.coded(case.shape))
+        size = block_tokens(pairs, case.shape, EXPERTS, CAPABILITY)
         row(f"    group into blocks of {size}", case.each(lambda r: case.group(r, size)), pairs * 4, 0, copy)
-        us = case.each(lambda r: case.grouped_up(r, size))
+        tiles = [tile_of(of, size, CAPABILITY) for of in (case.shape.up, case.shape.down)]
+        us = case.each(lambda r: case.grouped_up(r, tiles[0]))
         row("    group and gate_up", us, int(case.nbytes * up), case.flops * up, copy)
-        us = case.each(lambda r: case.grouped_down(r, size))
+        us = case.each(lambda r: case.grouped_down(r, tiles[1]))
         row("    group and down", us, int(case.nbytes * down), case.flops * down, copy)
     row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
     time_combine(case)
@@ -231,10 +234,15 @@ def time_few(case: Case, name: str, copy: float) -> None:
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
 
 
-def time_grouped(case: Case, size: int, name: str, copy: float) -> float:
-    up, down = case.each(lambda r: case.grouped_up(r, size)), case.each(lambda r: case.grouped_down(r, size))
+def time_grouped(case: Case, tiles: Sequence[Tile], name: str, copy: float) -> float:
+    """tiles: of gate_up and of down."""
+    up, down = case.each(lambda r: case.grouped_up(r, tiles[0])), case.each(lambda r: case.grouped_down(r, tiles[1]))
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
     return up + down
+
+
+def is_wide(shape: ExpertShape) -> bool:
+    return CAPABILITY in HOPPER and shape.up.format is Format.BF16
 
 
 def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
@@ -243,8 +251,9 @@ def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
         case = Case(layers, tokens)
         if tokens * TOP_K <= 512:
             time_few(case, f"{tokens} tokens: pair by pair", copy)
-        for size in experts_grouped.BLOCK_TOKENS:
-            time_grouped(case, size, f"{tokens} tokens: blocks of {size}", copy)
+        for size in (*BLOCK_TOKENS, WIDE_BLOCK) if is_wide(case.shape) else BLOCK_TOKENS:
+            tiles = [tile_of(of, size, CAPABILITY) for of in (case.shape.up, case.shape.down)]
+            time_grouped(case, tiles, f"{tokens} tokens: blocks of {size}", copy)
 
 
 def sweep_linear(copy: float) -> None:
@@ -298,37 +307,30 @@ def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
 
 
 def sweep_grouped(copy: float, layers: Sequence[Layer]) -> None:
-    """The last of a tile says whether weights are the first operand."""
+    """Panels, lines, stages, warps, fewest tokens of a product."""
     small = [(2, 64, 4, 4), (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]
-    small_first = [(4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4)]
-    large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
-    large_first = [(8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4), (8, 32, 3, 8), (16, 32, 3, 8), (16, 32, 4, 8)]
-    wide = [(8, 32, 3, 8), (8, 32, 4, 8)]  # others spill registers
-    sizes.BLOCK_TOKENS = experts_grouped.BLOCK_TOKENS = (*sizes.BLOCK_TOKENS, WIDE)
-    for tokens, size, tiles, first in (
-        (32, 16, small, small_first),
-        (128, 16, small, small_first),
-        (256, 32, small, small_first),
-        (512, 64, large, large_first),
-        (1024, 64, large, large_first),
-        (1024, 128, large, large_first),
-        (4096, 128, large, large_first),
-        (4096, WIDE, wide, wide),
+    large = [(8, 32, 3, 4), (8, 32, 4, 4), (8, 32, 3, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
+    wider = [(8, 32, 3, 8), (8, 32, 4, 8)]  # others spill registers
+    plain = layers[0].shape.up.format is Format.BF16
+    for tokens, size, tiles in (
+        (32, 16, small),
+        (128, 16, small),
+        (256, 32, small),
+        (512, 64, large),
+        (1024, 128, large),
+        (4096, 128, large),
+        (4096, WIDE_BLOCK, wider if plain else []),
     ):
         case, found = Case(layers, tokens), {}
-        plain = case.shape.up.format is Format.BF16
-        of = experts_grouped._TILES if plain else experts_grouped._DECODED
-        chosen = of.get(size)
-        for tile in [(*t, False) for t in tiles] + [(*t, True) for t in first if plain]:
-            of[size] = experts_grouped._Tile(*tile)
+        least = {size} if size < 64 else {size, 64}
+        for tile in [Tile(size, *t, n, first) for t in tiles for n in least for first in {False, plain and size >= 64}]:
             try:
-                found[tile] = time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+                found[tile] = time_grouped(case, (tile, tile), f"{tokens} tokens: {tile}", copy)
             except triton.runtime.OutOfResources as error:
-                print(f"{tokens} tokens: blocks of {size}, {tile}: {error}")
-        if chosen is not None:
-            of[size] = chosen
-        best = min(found, key=lambda tile: found[tile])
-        print(f"fastest for {tokens} tokens, blocks of {size}: {best}, {found[best]:.1f} us with two groups")
+                print(f"{tokens} tokens: {tile}: {error}")
+        if found:
+            best = min(found, key=lambda tile: found[tile])
+            print(f"fastest for {tokens} tokens: {best}, {found[best]:.1f} us with two groups")
 
 
 def main(arguments: Sequence[str]) -> None:

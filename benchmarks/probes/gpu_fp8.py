@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from gpu_experts import (
+    CAPABILITY,
     DEVICE,
     EXPERTS,
     FORMS,
@@ -31,7 +32,6 @@ from proa.ops.residency import ExpertShape
 from proa.ops.triton import experts as launcher
 from proa.ops.triton import experts_fp8
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
-from proa.ops.triton.experts_grouped import block_tokens
 from proa.ops.triton.fp8_rows import round_rows
 
 TOKENS = (256, 512, 1024, 4096)
@@ -48,7 +48,9 @@ class Experts(Case):
 
     def __init__(self, layers: Sequence[Layer], tokens: int) -> None:
         super().__init__(layers, tokens)
-        self.rounding = expert_space(tokens, TOP_K, EXPERTS, self.shape, DEVICE, fp8=True)
+        self.rounding = expert_space(
+            tokens, TOP_K, EXPERTS, self.shape, DEVICE, fp8=True, capability=CAPABILITY
+        )
 
     def us(self, space: ExpertSpace) -> float:
         def call(routing: Routing) -> None:
@@ -82,7 +84,7 @@ def time_experts(names: Sequence[str], all_tokens: Sequence[int]) -> None:
         for tokens in all_tokens:
             case = Experts(layers, tokens)
             times = {"weight-only": case.us(case.space), "fp8": case.us(case.rounding), "rounding": case.rounding_us()}
-            size = block_tokens(tokens * TOP_K, EXPERTS)
+            size = experts_fp8.fp8_block_tokens(tokens * TOP_K, EXPERTS)
             taken = "" if experts_fp8.pays(tokens * TOP_K, EXPERTS) else ", not taken"
             line(f"{tokens} tokens by {size}, {name}{taken}", times, case.flops)
 

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proa.bench.hybrid_shapes import MODEL_SHAPES
+from proa.ops.sizes import SEGMENT_TOKENS, segment_rows
 from tiny import make_tiny
 
 pytest.importorskip("triton")
+
+from proa.engine.building.rehearsal import long_pasts, merges
+from proa.ops.cuda_attention import tiles_of
+
 Once = Callable[[str, Callable[[], Any]], Any]
 TESTS = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -24,12 +31,12 @@ GIB = 1 << 30
 # Five layers of each with 8 experts a layer in VRAM, up to 64 requests and prompts of 1024 or 2048 rows: how many
 # variants the rehearsal found while kernels had the numbers of programs, scans, splits and rows as constants, and
 # a step's inputs began at any address; and how many it may find now, two of them for passes of up to 4 rows whose
-# experts are divided by their routing (decision 068).
+# experts are divided by their routing (decision 068), three for attention over segments of 2048 tokens (074).
 SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "qwen3-30b-a3b": ({}, 127, 67),
-    "qwen3-next-80b-a3b": ({}, 146, 83),
-    "gpt-oss-120b": ({"dummy_format": "mxfp4"}, 141, 78),
-    "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 80),
+    "qwen3-30b-a3b": ({}, 127, 70),
+    "qwen3-next-80b-a3b": ({}, 146, 86),
+    "gpt-oss-120b": ({"dummy_format": "mxfp4"}, 141, 79),
+    "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 83),
     "glm-4.5-air": ({"dummy_format": "int4", "kv_dtype": "fp8"}, 151, 97),
 }
 LAYERS, VRAM = 5, 60 * GIB
@@ -175,3 +182,19 @@ assert plain != reverse, "Triton does it right now: settle is needed no longer"
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@given(
+    st.sampled_from([512, 2048, 3000, 4096, 8192]), st.integers(1, 140_000), st.sampled_from([9, 32, 64]),
+    st.data(),
+)  # fmt: skip
+def test_every_number_of_merged_segments_is_rehearsed(most: int, context: int, heads: int, data: st.DataObject) -> None:
+    """A prompt's chunk may begin at any past."""
+
+    def launches(past: int, rows: int) -> set[int]:
+        return {merges(tile.covered) for tile in tiles_of(rows, past, segment_rows(heads), SEGMENT_TOKENS[-1])} - {0}
+
+    rehearsed = set[int]().union(*(launches(*at) for at in long_pasts(most, context, heads)))
+    past = data.draw(st.integers(0, context - 1))
+    rows = data.draw(st.integers(1, min(most, context - past)))
+    assert launches(past, rows) <= rehearsed

@@ -43,6 +43,8 @@ def variant(name: str, **constants: object) -> SimpleNamespace:
         ("changed_codes", variant("_block"), LOADS + PRODUCTS[1:], "3 products"),
         ("changed_codes", variant("_block"), [*LOADS[1:], *PRODUCTS], "15 loads"),
         ("changed_codes", variant("_block"), [*LOADS, "prmt.b32 %r1, %r2;", *PRODUCTS], "converted: prmt"),
+        ("changed_codes", variant("_block"), [*LOADS, *PRODUCTS, "$L__BB0_2:", "prmt.b32 %r1, %r2;"], ""),
+        ("changed_codes", variant("_block"), [*LOADS, *PRODUCTS, "$L__BB0_2:", *LOADS, *PRODUCTS[1:]], "3 products"),
         ("unguarded_claims", variant("_sum"), CLAIM, ""),
         ("unguarded_claims", variant("_sum"), [*CLAIM[:1], *CLAIM[2:]], "within 1 conditions"),
     ],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
-from ops.triton_layers import Layer, Routing, choose
+from ops.triton_layers import Layer, Routing, capability_of, choose
 from packing import CASES
 from proa.models.spec import Router
 from proa.native.formats import BF16_FORM, Form, Format, Layout
@@ -22,9 +22,11 @@ from proa.native.weights import Activation, Piece
 from proa.ops.added import Added
 from proa.ops.pieces import TAG, UNIT_PANELS, row_of
 from proa.ops.residency import Biases, ExpertShape, Located, Residency
+from proa.ops.sizes import BLOCK_TOKENS, WIDE_BLOCK, most_blocks
 from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.expert_sum import Into, combine
+from proa.ops.triton.expert_tiles import HOPPER, tile_of
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
@@ -79,11 +81,11 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
     """Run the launcher, or the kernels for few pairs (0), or those for blocks of `kind`; check that nothing before or
     after the pairs is written."""
     tokens, top_k = routing.at.ids.shape
-    room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
+    room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device, capability=capability_of(layer.device))
     for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
         tensor.fill_(1 << 30)
     h, partial = (poisoned(len(t) + 2, t.shape[1], dtype=t.dtype).to(layer.device) for t in (room.h, room.partial))
-    space = ExpertSpace(h[1:-1], partial[1:-1], room.groups)
+    space = replace(room, h=h[1:-1], partial=partial[1:-1])
     launch(layer, x, routing, kind, space)
     assert all(t[[0, -1]].isnan().all() for t in (h, partial))
     return space
@@ -101,8 +103,9 @@ def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: E
     else:
         experts_grouped.group(routing.at.ids, layer.count, kind, space.groups)
         by, of = space.groups, layer.shape
-        experts_grouped.multiply_blocks(x, at.up, by, kind, of, space.h, up, up=True)
-        experts_grouped.multiply_blocks(space.h, at.down, by, kind, of, space.partial, down, up=False)
+        up_tile, down_tile = (tile_of(packed, kind, capability_of(layer.device)) for packed in (of.up, of.down))
+        experts_grouped.multiply_blocks(x, at.up, by, up_tile, of, space.h, up, up=True)
+        experts_grouped.multiply_blocks(space.h, at.down, by, down_tile, of, space.partial, down, up=False)
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
@@ -234,21 +237,40 @@ def test_groups(pairs: tuple[int, int], size: int, rng: torch.Generator, device:
         mine = torch.where(ids.flatten() == expert)[0].tolist()
         want += [mine[i : i + size] for i in range(0, len(mine), size)]
     blocks = int(to.blocks)
-    assert blocks <= experts_grouped.most_blocks(tokens * top_k, experts_, size)
+    assert blocks <= most_blocks(tokens * top_k, experts_, size)
     got = to.order.cpu()[: blocks * size].view(-1, size).tolist()
     assert got == [block + [-1] * (size - len(block)) for block in want]
 
 
 @pytest.mark.parametrize("experts_", [1, 3, 128])
-@pytest.mark.parametrize("size", experts_grouped.BLOCK_TOKENS)
+@pytest.mark.parametrize("size", BLOCK_TOKENS)
 def test_the_bound_on_blocks_is_reached_and_never_passed(experts_: int, size: int) -> None:
     for pairs in (1, 2, 40, 300, 4096):
         one_each = [1] * (min(pairs, experts_) - 1)
         worst = [*one_each, pairs - len(one_each)]
         used = sum(-(-n // size) for n in worst)
-        assert used <= experts_grouped.most_blocks(pairs, experts_, size)
+        assert used <= most_blocks(pairs, experts_, size)
         even = [pairs // experts_ + (i < pairs % experts_) for i in range(experts_)]
-        assert sum(-(-n // size) for n in even) <= experts_grouped.most_blocks(pairs, experts_, size)
+        assert sum(-(-n // size) for n in even) <= most_blocks(pairs, experts_, size)
+
+
+@pytest.mark.parametrize("form", [BF16_FORM, Form(Format.INT4_F16, 32)], ids=str)
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_row_has_the_same_bits_in_a_full_block(
+    form: Form, block: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """Blocks with few pairs are multiplied by kernels of a half or a quarter of their size."""
+    check_bits(Layer(1, ExpertShape(64, 32, form, form), device), block, rng)
+
+
+def check_bits(layer: Layer, block: int, rng: torch.Generator) -> None:
+    x = rand(rng, block, layer.shape.hidden).to(layer.device)
+    ids = torch.zeros(block, 1, dtype=torch.int64)
+    full = run(layer, x, layer.routing(ids, rng), block)
+    for tokens in (1, block // 4, block // 4 + 1, block // 2, block // 2 + 1):
+        part = run(layer, x[:tokens], layer.routing(ids[:tokens], rng), block)
+        assert torch.equal(part.h[:, : layer.shape.width], full.h[:tokens, : layer.shape.width])
+        assert torch.equal(part.partial, full.partial[:tokens])
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
@@ -347,8 +369,17 @@ def model_layer(device: torch.device) -> Layer:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [None, 0, *experts_grouped.BLOCK_TOKENS])
-@pytest.mark.parametrize("tokens", [1, 8, 32, 200, 1024])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_bits_in_full_blocks_of_every_format(form: Form, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(1, ExpertShape(1024, 256, form, form), device)
+    sizes = (64, 128, WIDE_BLOCK) if form == BF16_FORM and capability_of(device) in HOPPER else (64, 128)
+    for block in sizes:
+        check_bits(layer, block, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, 0, *BLOCK_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 200, 1024, 4096])
 def test_shapes_of_models(tokens: int, kind: int | None, rng: torch.Generator, device: torch.device) -> None:
     layer = model_layer(device)
     check(layer, rand(rng, tokens, 2048).to(device), choose(rng, tokens, 16, 8), rng, kind)
@@ -362,7 +393,7 @@ def gpt_oss_layer(device: torch.device, form: Form) -> Layer:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [BF16_FORM, Form(Format.MXFP4, 32)], ids=str)
-@pytest.mark.parametrize("kind", [None, 0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("kind", [None, 0, *BLOCK_TOKENS])
 @pytest.mark.parametrize("tokens", [1, 8, 200])
 def test_shapes_of_gpt_oss(
     tokens: int, kind: int | None, form: Form, rng: torch.Generator, device: torch.device

@@ -19,8 +19,8 @@ from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import experts as launcher
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
-from proa.ops.triton.experts_fp8 import BLOCK_TOKENS, fp8_space, multiply_fp8, pays
-from proa.ops.triton.experts_grouped import block_tokens, group, groups
+from proa.ops.triton.experts_fp8 import FP8_BLOCKS, fp8_block_tokens, fp8_space, multiply_fp8, pays
+from proa.ops.triton.experts_grouped import group, groups
 from proa.ops.triton.fp8_rows import fp8_rows, round_rows
 from proa.plan import fp8_activations
 
@@ -30,7 +30,7 @@ pytestmark = [NEEDS_FP8, NOT_FINITE]
 @pytest.fixture
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Force blocks of this many tokens, also for few pairs."""
-    monkeypatch.setattr(launcher, "block_tokens", lambda *_: request.param)
+    monkeypatch.setattr(launcher, "fp8_block_tokens", lambda *_: request.param)
     monkeypatch.setattr(launcher, "pays", lambda *_: True)
     monkeypatch.setattr(launcher, "FEW_PAIRS", 0)
     size: int = request.param
@@ -97,7 +97,7 @@ def activation(
 
 
 @pytest.mark.one_table
-@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
+@pytest.mark.parametrize("size", FP8_BLOCKS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 @pytest.mark.parametrize(("hidden", "width"), [(128, 128), (72, 150)])
 def test_shapes(
@@ -108,7 +108,7 @@ def test_shapes(
 
 
 @pytest.mark.one_table
-@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
+@pytest.mark.parametrize("size", FP8_BLOCKS, indirect=True)
 def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device: torch.device) -> None:
     """What padding rows hold does not matter."""
     layer = Layer(6, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device, absent=(0, 3))
@@ -119,7 +119,8 @@ def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device
 
 
 @pytest.mark.one_table
-@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, in the interpreter: exp of gates far below zero
+@pytest.mark.parametrize("size", FP8_BLOCKS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
     shape = ExpertShape(72, 150, form, form, Activation.CLAMPED_SWIGLU, 0.5)
@@ -161,7 +162,7 @@ def products(weights: Weights, x: Tensor, device: torch.device) -> tuple[Tensor,
 
 @pytest.mark.parametrize(
     ("tokens", "count", "rounds"),
-    [(17, 7, False), (17, 4, True), (44, 8, True), (46, 8, False), (128, 8, False), (130, 8, True)],
+    [(17, 7, False), (17, 4, True), (20, 8, False), (21, 8, True), (46, 8, True), (130, 8, True)],
 )
 def test_the_launcher_rounds_activations_only_where_faster(
     tokens: int, count: int, rounds: bool, rng: torch.Generator, device: torch.device
@@ -205,16 +206,8 @@ def test_the_plan_has_room_for_rounded_rows(form: Form, columns: int, device: to
     assert most - 7 * 4 * -(-columns // 128) <= rows.codes.nbytes + rows.scales.nbytes <= most
 
 
-def test_plan_and_launcher_agree_on_rounding() -> None:
-    few_above, few_most, many_above = (
-        100 * mean for mean in (fp8_activations.FEW_ABOVE, fp8_activations.FEW_MOST, fp8_activations.MANY_ABOVE)
-    )
-    for pairs in range(1, 30000):
-        assert pays(pairs, 100) is (few_above < pairs <= few_most or pairs > many_above), pairs
-
-
 def test_block_sizes_in_use_are_compiled_ahead() -> None:
-    assert {block_tokens(pairs, 100) for pairs in range(1, 30000) if pays(pairs, 100)} == set(BLOCK_TOKENS)
+    assert {fp8_block_tokens(pairs, 100) for pairs in range(1, 30000) if pays(pairs, 100)} == set(FP8_BLOCKS)
 
 
 @functools.cache
@@ -223,7 +216,7 @@ def model_layer(device: torch.device, form: Form) -> Layer:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
+@pytest.mark.parametrize("size", FP8_BLOCKS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_shapes_of_models(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
     check(model_layer(device, form), rand(rng, 200, 2048).to(device), choose(rng, 200, 6, 2), rng)

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from have_gpu import HAVE_GPU
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
+from ops.triton_layers import capability_of
 from packing import CASES, Packed, Weights, random_weights
 from proa.native.formats import Form, Format, facts
 from proa.ops.residency import ExpertShape
+from proa.ops.sizes import BLOCK_TOKENS
 from proa.ops.triton import experts_few, experts_grouped
+from proa.ops.triton.expert_tiles import tile_of
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns
 
 FORMS = [Form(*case) for case in CASES]
@@ -49,7 +52,8 @@ class Downs:
             return out
         by = experts_grouped.groups(pairs, len(self.stack), self.device)
         experts_grouped.group(ids.int()[:, None].to(self.device), len(self.stack), block_tokens, by)
-        experts_grouped.multiply_blocks(x, address, by, block_tokens, self.shape, out, up=False)
+        tile = tile_of(self.shape.down, block_tokens, capability_of(self.device))
+        experts_grouped.multiply_blocks(x, address, by, tile, self.shape, out, up=False)
         return out
 
 
@@ -192,7 +196,8 @@ def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device
     else:
         by = experts_grouped.groups(3, 1, device)
         experts_grouped.group(ids.int()[:, None].to(device), 1, block_tokens, by)
-        experts_grouped.multiply_blocks(given, address, by, block_tokens, shape, h, up=True)
+        tile = tile_of(shape.up, block_tokens, capability_of(device))
+        experts_grouped.multiply_blocks(given, address, by, tile, shape, h, up=True)
     a, b = (expected(part, x, ids, block_tokens > 0) for part in (gate, up))
     want = a.y * a.y.sigmoid() * b.y
     error = 1.15 * a.bound * (b.y.abs() + b.bound) + a.y.abs() * b.bound  # the slope of silu is at most 1.1
@@ -201,7 +206,7 @@ def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_tokens", [0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("block_tokens", [0, *BLOCK_TOKENS])
 @pytest.mark.parametrize("form", FORMS, ids=names)
 @pytest.mark.parametrize("size", [(2048, 768), (768, 2048), (720, 2880)], ids=str)
 def test_shapes_of_models(

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from ops.triton_bounds import poisoned
 from packing import Packed, random_weights
+from proa.ops.gpu_traits import traits_of
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
+
+
+def capability_of(device: torch.device) -> int:
+    """The device's compute capability, for which tiles are chosen; 0 without a GPU."""
+    return traits_of(device).capability if device.type == "cuda" else 0
 
 
 class Layer:

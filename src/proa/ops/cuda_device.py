@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ from proa.ops.table import NextRouter
 from proa.ops.triton import bell, choose, draw, expert_sum, experts, locate, logprobs, look_ahead, weights
 
 
-def device_ops(device: torch.device) -> DeviceOps:
-    """Make the table. Its buffers for hints serve one doorbell, on one stream."""
+def device_ops(device: torch.device, capability: int = 0) -> DeviceOps:
+    """Make the table. Its buffers for hints serve one doorbell, on one stream. capability: see expert_space."""
     space = look_ahead.look_space(device)
 
     def foresee(
@@ -29,7 +31,7 @@ def device_ops(device: torch.device) -> DeviceOps:
 
     return DeviceOps(
         locate=_locate,
-        expert_space=experts.expert_space,
+        expert_space=partial(experts.expert_space, capability=capability),
         experts=experts.experts,  # type: ignore[arg-type]  # takes its own ExpertSpace alone
         sum_experts=_sum_experts,
         add_experts=_add_experts,

@@ -28,6 +28,7 @@ LATENT_HEADS = 64  # most heads per program of latent attention; smaller program
 FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
 E4M3_CAPABILITY = 89  # first compute capability that converts E4M3, and whose tensor cores multiply it
 E4M3_COLUMNS = 128  # columns per scale of rows that are rounded to E4M3, if a row has several
+E4M3_ABOVE = 10  # rows are rounded for experts that have more tokens than this on average
 MOST_PROCESSORS = 192  # SMs of the largest GPU (GB202); plans are made before the device is known
 
 RING_BANKS = 2  # the ring holds experts copied in for a prompt: one layer is read while the next arrives
@@ -39,12 +40,13 @@ EXPERT_ALIGNMENT_BYTES = 256
 FEW_ROWS = 128
 # Attention of long prompts: tokens of segments of the past, and rows x heads of a tile. Segments of 16384 tokens reach
 # 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
-SEGMENT_TOKENS = (16384, 4096)
+SEGMENT_TOKENS = (16384, 4096, 2048)
 SEGMENT_VECTORS = 65536
 SEGMENTS_MERGED = 3  # most segments merged by one launch
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels
+WIDE_BLOCK = 256  # and where shared memory allows
 FAULT_COLUMNS = 3  # int32 columns of a row's fault record before its experts' ids
 ADDRESSES = 4  # int64 per expert in the residency tables, besides one int32 (its CPU number)
 
@@ -169,8 +171,8 @@ def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
 
 
 def order_entries(pairs: int, experts: int) -> int:
-    """int32 elements that hold the pairs sorted by expert, padded to blocks, for any size in BLOCK_TOKENS."""
-    return max(most_blocks(pairs, experts, size) * size for size in BLOCK_TOKENS)
+    """int32 elements that hold the pairs sorted by expert, padded to blocks, for any size of block."""
+    return max(most_blocks(pairs, experts, size) * size for size in (*BLOCK_TOKENS, WIDE_BLOCK))
 
 
 def expert_space_bytes(tokens: int, top_k: int, experts: int, hidden: int, padded_width: int) -> int:

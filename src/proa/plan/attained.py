@@ -24,16 +24,17 @@ CPU_SHARES = MappingProxyType({"amx": 0.4, "avx512-bf16": 0.8, "avx512": 0.8, "a
 # With AMX, experts take the sum of reading and multiplying (docs/lab/cpu-amx.md: 128 to 4096 tokens in bf16).
 ADDS = frozenset({"amx"})
 # A GPU's products: linear layers, assumed; attention, from whole times (58 and 60 % of the dense rate at 65536 tokens);
-# experts by panels, of which gate and up reach 298 and down 228 of 757 TFLOP/s (docs/lab/prefill-h200.md).
-GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.35
+# experts by panels, 4096 tokens, bf16 354 of 761 TFLOP/s, int4 297, others 205 to 262 (docs/lab/prefill-h200.md).
+GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.4
 # The host's launches of a layer op by op: 26 ms for 24 layers, of a prompt of 512 tokens (docs/lab/prefill-h200.md).
 LAUNCH_S = 1.1e-3
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Rates per second; None: unknown, and not counted (vram: no GPU is used). overlaps: the CPU's experts take the
-    longer of reading and multiplying, else the sum. launch_s: of a layer of a prompt on a GPU, by the host."""
+    """Rates per second; None: unknown, and not counted (vram: no GPU is used). overlaps, gpu_overlaps: experts on the
+    CPU and on the GPU take the longer of reading and multiplying, else the sum. launch_s: of a layer of a prompt on a
+    GPU, by the host."""
 
     ram: float | None
     cpu: float | None
@@ -43,6 +44,7 @@ class Reached:
     gpu_attention: float | None
     gpu_experts: float | None
     overlaps: bool = True
+    gpu_overlaps: bool = True
     launch_s: float = 0.0
 
 
@@ -69,6 +71,7 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         gpu_attention=_part(gpu, ATTENTION_SHARE),
         gpu_experts=_part(gpu, EXPERTS_SHARE),
         overlaps=plan.isa not in ADDS,
+        gpu_overlaps=False,  # 512 tokens of Qwen3-30B-A3B: 0.41 ms a layer, of which reading is 0.31, products 0.13
         launch_s=0.0 if plan.gpu is None else LAUNCH_S,
     )
 

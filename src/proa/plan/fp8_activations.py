@@ -8,15 +8,13 @@ from dataclasses import replace
 from proa.errors import UsageError
 from proa.models.spec import Model
 from proa.native.formats import E4M3_FORMS
-from proa.ops.sizes import E4M3_CAPABILITY, E4M3_COLUMNS, PROMPT_ROWS, buckets
+from proa.ops.sizes import E4M3_ABOVE, E4M3_CAPABILITY, E4M3_COLUMNS, PROMPT_ROWS, buckets
 from proa.plan.budget import Demand
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan
 from proa.plan.vram import GRAPH_NODE_BYTES
 from proa.types import Decision
 
-# Rows are rounded if tokens per expert, on average, are above the first and up to the second, or above the third.
-FEW_ABOVE, FEW_MOST, MANY_ABOVE = 10, 22, 64
 SCALE_BYTES = 4
 GRAPH_NODES = 2  # further nodes per block: rows are rounded twice
 
@@ -25,7 +23,7 @@ def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> 
     """Add the rounded rows of a layer's routed experts to the demand on VRAM."""
     routed = spec.routed.values()
     rows = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
-    graphs = sum(n * f.top_k > FEW_ABOVE * f.experts for f in routed for n in buckets(max_running))
+    graphs = sum(n * f.top_k > E4M3_ABOVE * f.experts for f in routed for n in buckets(max_running))
     nodes_bytes = GRAPH_NODES * graphs * GRAPH_NODE_BYTES
     return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * rows + nodes_bytes)
 
@@ -58,11 +56,10 @@ def fp8_rows(
             f"{model} has none.",
             "Leave it out.", param="fp8_activations",
         )  # fmt: skip
-    experts, top_k = rounds[0].experts, rounds[0].top_k
-    few_above, few_most, many_above = (tokens * experts // top_k for tokens in (FEW_ABOVE, FEW_MOST, MANY_ABOVE))
+    above = E4M3_ABOVE * rounds[0].experts // rounds[0].top_k
     why = (
         "as asked; lossy: on the GPU rows are rounded to E4M3 for experts of many tokens, where that is faster: in "
-        f"steps of {few_above + 1} to {few_most} rows, and of more than {many_above}"
+        f"steps of more than {above} rows"
     )
     if gpu.prompt_graphs:
         *others, most = PROMPT_ROWS

@@ -19,6 +19,7 @@ from proa.machine.cost.prefill import CpuExpertCost, Division, GpuCost, PrefillR
 from proa.machine.rates import Rates
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
+from proa.ops.sizes import PROMPT_ROWS
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
@@ -256,13 +257,18 @@ def _step_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
         in_ram = _cpu_terms(layer, rates, rows)
         in_vram: tuple[str, float] = (VRAM, 0.0)
         if rates.vram is not None:
-            in_vram = _longer((VRAM, _seconds(layer.vram_bytes(rows), rates.vram)),
-                              (GPU, _seconds(layer.vram_flops(rows), rates.gpu_experts)))  # fmt: skip
+            reads_s = _seconds(layer.vram_bytes(rows), rates.vram)
+            products_s = _seconds(layer.vram_flops(rows), rates.gpu_experts)
+            both_s = max(reads_s, products_s) if rates.gpu_overlaps else reads_s + products_s
+            in_vram = VRAM if reads_s > products_s else GPU, both_s
             if layer.in_ram:
                 in_ram.append((PCIE, _seconds(rows * work.spec.hidden * _CROSSING_BYTES, rates.pcie)))
         for name, seconds in in_ram if sum(s for _, s in in_ram) > in_vram[1] else [in_vram]:
             terms.append((name, count * seconds))
     yield from terms
+    if plan.gpu is not None and plan.gpu.prompt_graphs and first == 0 and rows <= PROMPT_ROWS[-1]:
+        yield FIXED, len(work.spec.blocks) * GPU_LAYER_S  # launched at once, as a decode step
+        return
     # The CPU's experts wait for the launches before them, the GPU's do not.
     gpu_only = plan.gpu is not None and plan.gpu.gpu_only
     yield _launch_term(work, rates, sum(seconds for _, seconds in terms) if gpu_only else dense[1])

@@ -113,7 +113,7 @@ class GpuBuild:
         least = least_rows(plan)
         self._attention = CudaAttention(self._traits, least)
         ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention, least)
-        self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device)
+        self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device, self._traits.capability)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:

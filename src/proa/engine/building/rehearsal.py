@@ -42,15 +42,16 @@ from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import STATE_WORDS, Bell
 from proa.ops.cuda import CudaOps
-from proa.ops.cuda_attention import CudaAttention, SegmentedAttention
+from proa.ops.cuda_attention import CudaAttention, SegmentedAttention, segments_of, tiles_of
 from proa.ops.cuda_device import device_ops
 from proa.ops.cuda_pages import RunMover
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
-from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, segment_rows
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
+from proa.plan.kernels import growing_attention
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
@@ -135,7 +136,7 @@ class Stage:
 
     def __init__(self, plan: Plan, of: Shown, chosen: int, capability: int) -> None:
         _, workers = needed(plan)
-        self._plan, self._gpu, self._limits = plan, of.gpu, step_limits(plan)
+        self._plan, self._spec, self._gpu, self._limits = plan, of.spec, of.gpu, step_limits(plan)
         self._pool = Pool([()], pin=False)
         staging = Staging(self._pool, 0, pinned=False)
         ram = _NoMemory(self._pool, [None] * len(workers.teams))
@@ -150,7 +151,7 @@ class Stage:
         for name, target in self._model.parameters():
             if not isinstance(target, Tensor):
                 target.expect(of.stored.get(name, "BF16"))
-        self._ops = device_ops(META)
+        self._ops = device_ops(META, capability)
         self._spaces = spaces = GpuSpaces(
             self._ops, plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations, beside=plan.prompts_may_run_beside,
             least_rows=least,
@@ -192,7 +193,7 @@ class Stage:
         for bucket in sizes[WARM_BUCKETS:]:
             yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
         yield from (partial(self.prompt, rows) for rows in _dense(limits.rows))
-        yield from (partial(self._on.run, self._on.inputs, limits.rows, spans) for spans in self._long_pasts())
+        yield from (partial(self._on.run, self._on.inputs, len(spans[0].tokens), spans) for spans in self._long_pasts())
         yield partial(self._on.run_head, limits.head_rows)
         yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
         if any(cache.page_tensors for layer in self._caches for cache in layer):
@@ -215,11 +216,10 @@ class Stage:
         self._on.run(self._on.decode_inputs(bucket, 1), bucket)
 
     def _long_pasts(self) -> Iterator[tuple[Span, ...]]:
-        """Prompts of the most rows after a past in segments that are merged in one launch, two, and three."""
-        rows, (long, short) = self._limits.rows, SEGMENT_TOKENS
-        for past in (short, long + SEGMENTS_MERGED * short, (1 + SEGMENTS_MERGED) * long + SEGMENTS_MERGED * short):
-            if past + rows <= self._limits.context_tokens:
-                yield (Span(range(rows), past, (), past + rows),)
+        """Prompts after pasts whose segments are merged in one launch, two, and three."""
+        limits, heads = self._limits, {kernel.heads for kernel in growing_attention(self._spec)}
+        for past, rows in sorted({at for n in heads for at in long_pasts(limits.rows, limits.context_tokens, n)}):
+            yield (Span(range(rows), past, (), past + rows),)
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
@@ -248,6 +248,24 @@ class Stage:
             for _ in self._model.by_blocks(tokens, step):
                 pass
         self._hybrid.end_pass()
+
+
+def long_pasts(most_rows: int, context_tokens: int, heads: int) -> Iterator[tuple[int, int]]:
+    """The first (past, rows) whose tiles merge their segments in one launch, two and three, with the most rows that fit
+    into the context. More launches use the kernels of three."""
+    short, seen = SEGMENT_TOKENS[-1], {0}
+    for past in range(0, context_tokens, short):
+        rows = min(most_rows, context_tokens - past)
+        launches = {merges(tile.covered) for tile in tiles_of(rows, past, segment_rows(heads), short)}
+        if launches - seen:
+            seen |= launches
+            yield past, rows
+
+
+def merges(covered: int) -> int:
+    """The number of launches that merge the segments of so many positions; 3 for more."""
+    segments = sum(1 for _ in segments_of(covered, SEGMENT_TOKENS))
+    return min(3, -(-segments // SEGMENTS_MERGED))
 
 
 def _dense(most: int) -> list[int]:

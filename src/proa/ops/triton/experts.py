@@ -11,9 +11,10 @@ from torch import Tensor
 
 from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
+from proa.ops.triton.expert_tiles import block_tokens, tile_of
 from proa.ops.triton.experts_few import multiply_pairs
-from proa.ops.triton.experts_fp8 import Fp8Space, fp8_space, multiply_fp8, pays
-from proa.ops.triton.experts_grouped import Groups, block_tokens, coded, group, groups, multiply_blocks
+from proa.ops.triton.experts_fp8 import Fp8Space, fp8_block_tokens, fp8_space, multiply_fp8, pays
+from proa.ops.triton.experts_grouped import Groups, group, groups, multiply_blocks
 from proa.ops.triton.fp8_rows import round_rows
 
 FEW_PAIRS = 64  # up to this many, hardly any two pairs share an expert
@@ -28,14 +29,16 @@ class ExpertSpace:
     groups: Groups
     fp8: Fp8Space | None = None  # activations rounded to e4m3, for many tokens
     least_rows: int = 1  # see CudaOps
+    capability: int = 0  # see expert_space
 
 
 def expert_space(
     tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False,
-    least_rows: int = 1,
+    least_rows: int = 1, capability: int = 0,
 ) -> ExpertSpace:  # fmt: skip
     """Allocate buffers for batches of up to `tokens`. fp8: with many tokens, round activations to e4m3 if the experts
-    are e4m3 and it is faster. least_rows: see CudaOps."""
+    are e4m3 and it is faster. least_rows: see CudaOps. capability: compute capability of the GPU (90: 9.0), for which
+    tiles are chosen; 0: tiles for any GPU."""
     pairs = tokens * top_k
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
@@ -43,6 +46,7 @@ def expert_space(
         groups(pairs, experts, device),
         fp8_space(tokens, top_k, of, device) if fp8 else None,
         least_rows,
+        capability,
     )
 
 
@@ -70,16 +74,17 @@ def experts(
     by, total = space.groups, len(space.groups.counts)
     rounded = space.fp8 if space.fp8 is not None and pays(kernel_pairs, total) else Fp8Space(None, None)
     exact = rounded.x is None and rounded.h is None
-    size = block_tokens(kernel_pairs, total, coded(of) and exact)
+    size = block_tokens(kernel_pairs, of, total, space.capability) if exact else fp8_block_tokens(kernel_pairs, total)
+    up_tile, down_tile = (tile_of(packed, size, space.capability) for packed in (of.up, of.down))
     group(at.ids, total, size, by)
     if rounded.x is None:
-        multiply_blocks(x, at.up, by, size, of, space.h, up_bias, up=True)
+        multiply_blocks(x, at.up, by, up_tile, of, space.h, up_bias, up=True)
     else:
         rows = rounded.x.first(len(x))
         round_rows(x, rows)
         multiply_fp8(rows, at.up, by, size, of, space.h, up_bias, up=True)
     if rounded.h is None:
-        multiply_blocks(space.h, at.down, by, size, of, space.partial, down_bias, up=False)
+        multiply_blocks(space.h, at.down, by, down_tile, of, space.partial, down_bias, up=False)
     else:
         rows = rounded.h.first(pairs)
         round_rows(space.h[:pairs, : of.width], rows)

@@ -4,6 +4,7 @@ experts_grouped.py. Never: rounding activations, residency.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,15 +16,15 @@ from torch import Tensor
 from proa.native.formats import E4M3_FORMS, Form, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
-from proa.ops.sizes import E4M3_CAPABILITY, most_blocks
+from proa.ops.sizes import E4M3_ABOVE, E4M3_CAPABILITY, most_blocks
 from proa.ops.triton.experts_few import matrix_constants, of_pairs
-from proa.ops.triton.experts_grouped import Groups, block_tokens
+from proa.ops.triton.experts_grouped import Groups, fits
 from proa.ops.triton.fp8_rows import Fp8Rows, fp8_rows, suits
 from proa.ops.triton.panels import ROWS, activated, bias_at
 from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up, in_order
 from proa.ops.triton.variant import Variant
 
-BLOCK_TOKENS = (32, 128)  # block sizes for which `pays` may be true
+FP8_BLOCKS = (32, 64, 128)
 _PANELS, _STAGES = 8, 3  # panels per program, and stages: shared memory stays below sm_120's 99 KiB
 
 
@@ -46,37 +47,34 @@ def pays(pairs: int, experts: int) -> bool:
     """True if rounding activations to e4m3 is faster than decoding the weights to bfloat16.
 
     On an H200 (benchmarks/probes/gpu_fp8.py, 128 experts of 2048 x 768, top 8; us exact / rounded, with a scale per
-    128 x 128, and per channel): blocks of 32 with 16 tokens per expert on average 341 / 248, 322 / 241; of 64 with 32
-    tokens 339 / 366, 329 / 347; of 128 with 64 tokens 628 / 620, 627 / 629, with 256 tokens 1609 / 1295, 1607 / 1053.
-    Smaller blocks are bound by reading weights.
+    128 x 128, and per channel): 256 tokens 301 / 249, 263 / 242; 512 tokens 338 / 271, 335 / 259; 1024 tokens 480 /
+    454, 485 / 420; 4096 tokens 1242 / 1192, 1248 / 934. Smaller blocks are bound by reading weights.
     """
-    return block_tokens(pairs, experts) == 32 or pairs > 64 * experts
+    return pairs > E4M3_ABOVE * experts
+
+
+def fp8_block_tokens(pairs: int, experts: int) -> int:
+    """Block size of a call with rounded activations, one of FP8_BLOCKS."""
+    return next(tokens for most, tokens in ((22, 32), (50, 64), (math.inf, 128)) if pairs <= most * experts)
 
 
 @triton.jit
-def _block(
-    codes, scales, address, ids, bias, order, blocks, out, codes_row, scales_row, out_row,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+def _products(
+    codes, scales, expert, ids, bias, pairs, out, codes_row, scales_row, out_row, part,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, TOKENS: tl.constexpr,
     SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr,
     BY_GROUP: tl.constexpr, LINES: tl.constexpr, PANELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See experts_grouped._block."""
+    """See experts_grouped._products."""
     PAIRED: tl.constexpr = ACTIVATION is not None
-    block, part = tl.program_id(0), tl.program_id(1)
-    if block >= tl.load(blocks):
-        return
-    pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    first = tl.load(order + block * BLOCK)
-    expert = tl.load(address + first)
-    if expert == 0:
-        return
+    pair = tl.load(pairs + tl.arange(0, TOKENS)).to(tl.int64)
     row = tl.maximum(pair, 0) // SHARE
     sums = fp8_products(
         expert, part * PANELS, codes + row * codes_row, scales + row * scales_row,
         SCALE, PANEL_LINES, PANEL_WORDS, COUNT, BY_GROUP, LINES, PANELS, STAGES, PAIRED,
     )  # fmt: skip
     if bias is not None:
-        places, exist = bias_at(bias, ids, first, part * PANELS + tl.arange(0, PANELS), COUNT)
+        places, exist = bias_at(bias, ids, tl.load(pairs), part * PANELS + tl.arange(0, PANELS), COUNT)
         sums += in_order(tl.load(places, exist, 0.0), PANELS, PAIRED)[:, None]
     if PAIRED:
         gate, up = gate_and_up(sums, PANELS)
@@ -89,13 +87,47 @@ def _block(
     tl.store(out + pair[:, None] * out_row + at[None, :], tl.trans(y.to(out.dtype.element_ty)), inside)
 
 
+@triton.jit
+def _block(
+    codes, scales, address, ids, bias, order, blocks, out, codes_row, scales_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr,
+    BY_GROUP: tl.constexpr, LINES: tl.constexpr, PANELS: tl.constexpr, STAGES: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """See experts_grouped._block."""
+    part, block = tl.program_id(0), tl.program_id(1)
+    if block >= tl.load(blocks):
+        return
+    pairs = order + block * BLOCK
+    expert = tl.load(address + tl.load(pairs))
+    if expert == 0:
+        return
+    HALF: tl.constexpr = BLOCK // 2
+    QUARTER: tl.constexpr = BLOCK // 4
+    if fits(pairs, QUARTER, BLOCK, LEAST):
+        _products(
+            codes, scales, expert, ids, bias, pairs, out, codes_row, scales_row, out_row, part, WIDTH, SHARE,
+            ACTIVATION, LIMIT, QUARTER, SCALE, PANEL_LINES, PANEL_WORDS, COUNT, BY_GROUP, LINES, PANELS, STAGES,
+        )  # fmt: skip
+    elif fits(pairs, HALF, BLOCK, LEAST):
+        _products(
+            codes, scales, expert, ids, bias, pairs, out, codes_row, scales_row, out_row, part, WIDTH, SHARE,
+            ACTIVATION, LIMIT, HALF, SCALE, PANEL_LINES, PANEL_WORDS, COUNT, BY_GROUP, LINES, PANELS, STAGES,
+        )  # fmt: skip
+    else:
+        _products(
+            codes, scales, expert, ids, bias, pairs, out, codes_row, scales_row, out_row, part, WIDTH, SHARE,
+            ACTIVATION, LIMIT, BLOCK, SCALE, PANEL_LINES, PANEL_WORDS, COUNT, BY_GROUP, LINES, PANELS, STAGES,
+        )  # fmt: skip
+
+
 def multiply_fp8(
     x: Fp8Rows, address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, out: Tensor,
     bias: PairBias | None = None, *, up: bool,
 ) -> None:  # fmt: skip
     """experts_grouped.multiply_blocks with rounded rows, made for the layout of that matrix."""
     packed, _ = of.matrix(up)
-    grid = (most_blocks(address.numel(), len(by.counts), block_tokens), triton.cdiv(packed.panels, _PANELS))
+    grid = (triton.cdiv(packed.panels, _PANELS), most_blocks(address.numel(), len(by.counts), block_tokens))
     _block[grid](
         x.codes, x.scales, address, *of_pairs(bias), by.order, by.blocks, out, x.codes.stride(0), x.scales.stride(0),
         out.stride(0), BLOCK=block_tokens, **matrix_constants(of, up, address.shape[1]), **_constants(packed),
@@ -108,14 +140,14 @@ def _warps(block_tokens: int) -> int:
 
 
 def _constants(of: Layout) -> dict[str, object]:
-    return fp8_constants(of) | {"PANELS": _PANELS, "STAGES": _STAGES}
+    return fp8_constants(of) | {"PANELS": _PANELS, "STAGES": _STAGES, "LEAST": 32}
 
 
 def variants() -> Iterator[Variant]:
     types = {"codes": "*fp8e4nv", "scales": "*fp32", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("codes_row", "scales_row", "out_row"), "i32")
     aligned = ("codes", "scales", "address", "order", "blocks", "out", "codes_row", "out_row")
-    cases: list[tuple[Form, int, bool]] = [(form, size, False) for form in E4M3_FORMS for size in BLOCK_TOKENS]
+    cases: list[tuple[Form, int, bool]] = [(form, size, False) for form in E4M3_FORMS for size in FP8_BLOCKS]
     for form, size, biased in [*cases, (E4M3_FORMS[0], 32, True)]:
         of = ExpertShape(2048, 768, form, form, Activation.SILU)
         for up in (True, False):

@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import BF16_FORM, Form, Format, Layout
+from proa.native.formats import BF16_FORM, Form, Format
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
-from proa.ops.sizes import BLOCK_TOKENS, most_blocks, order_entries
+from proa.ops.sizes import BLOCK_TOKENS, WIDE_BLOCK, most_blocks, order_entries
+from proa.ops.triton.expert_tiles import HOPPER, Tile, tile_of
 from proa.ops.triton.experts_few import matrix_constants, of_pairs
 from proa.ops.triton.formats import examples
 from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
-from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
+from proa.ops.triton.panels_coded import coded_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
@@ -41,19 +42,6 @@ class Groups:
     counts: Tensor
     blocks: Tensor
     order: Tensor
-
-
-def coded(of: ExpertShape) -> bool:
-    """True if blocks of 16 tokens multiply quantised values directly and scale the sums (panels_coded.py)."""
-    return all(packed.format is not Format.BF16 and coded_columns(packed) is not None for packed in (of.up, of.down))
-
-
-def block_tokens(pairs: int, experts: int, coded: bool = False) -> int:
-    """Block size of a call: one in which the pairs of most experts fit, assuming uniform random routing. With `coded`,
-    decoding is so fast that two blocks of 16 take less time than one of 32.
-    """
-    mean = pairs / experts
-    return 16 if mean <= (16 if coded else 10) else 32 if mean <= 22 else 64 if mean <= 50 else 128
 
 
 def groups(pairs: int, experts: int, device: torch.device) -> Groups:
@@ -97,28 +85,20 @@ def _place(
 
 
 @triton.jit
-def _block(
-    x, address, ids, bias, order, blocks, out, x_row, out_row,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+def _products(
+    x, expert, ids, bias, pairs, out, x_row, out_row, part,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, TOKENS: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Products of one block of pairs. Blocks of one expert are neighbours in the grid and share its panels in L2. For
-    the arguments see experts_few._pair."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    if block >= tl.load(blocks):
-        return
-    pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    first = tl.load(order + block * BLOCK)
-    expert = tl.load(address + first)
-    if expert == 0:
-        return
+    """Products of PANELS panels of an expert with the first TOKENS pairs of a block, stored to `out`."""
+    pair = tl.load(pairs + tl.arange(0, TOKENS)).to(tl.int64)
     if bias is not None:  # loaded while the weights are in flight
         panel = tl.arange(0, PANELS)
         if FIRST and ACTIVATION is not None:  # in the row order of panels_first
             panel = panel % (PANELS // 2) * 2 + panel // (PANELS // 2)
-        places, exist = bias_at(bias, ids, first, part * PANELS + panel, COUNT)
+        places, exist = bias_at(bias, ids, tl.load(pairs), part * PANELS + panel, COUNT)
         biases = tl.reshape(tl.load(places, exist, 0.0), [PANELS * ROWS])
     exists = pair >= 0
     rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
@@ -144,92 +124,100 @@ def _block(
         at = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     else:
         if FIRST:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, BLOCK]), (1, 2, 0)))
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, TOKENS]), (1, 2, 0)))
             y = tl.trans(activated(gate, up, ACTIVATION, LIMIT).to(out.dtype.element_ty))
         else:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, ROWS]), (0, 1, 3, 2)))
-            y = tl.reshape(activated(gate, up, ACTIVATION, LIMIT), [BLOCK, PANELS * 8])
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [TOKENS, PANELS // 2, 2, ROWS]), (0, 1, 3, 2)))
+            y = tl.reshape(activated(gate, up, ACTIVATION, LIMIT), [TOKENS, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
     inside = exists[:, None] & (at < WIDTH)[None, :]
     tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def fits(pairs, tokens: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """True if the pairs of a block are at most `tokens`, for which its kernel has a product: BLOCK / 2, BLOCK / 4, not
+    less than LEAST."""
+    if tokens < LEAST or tokens == BLOCK:
+        return False
+    else:
+        return tl.load(pairs + tokens) < 0
+
+
+@triton.jit
+def _block(
+    x, address, ids, bias, order, blocks, out, x_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
+    PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, CODED: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Products of one block of pairs, with no more padding than its last half or three quarters. Parts of a block are
+    neighbours in the grid and share its rows in L2, and next to them blocks of the same expert its panels. For the
+    arguments see experts_few._pair."""
+    part, block = tl.program_id(0), tl.program_id(1)
+    if block >= tl.load(blocks):
+        return
+    pairs = order + block * BLOCK
+    expert = tl.load(address + tl.load(pairs))
+    if expert == 0:
+        return
+    HALF: tl.constexpr = BLOCK // 2
+    QUARTER: tl.constexpr = BLOCK // 4
+    if fits(pairs, QUARTER, BLOCK, LEAST):
+        _products(
+            x, expert, ids, bias, pairs, out, x_row, out_row, part, WIDTH, SHARE, ACTIVATION, LIMIT, QUARTER,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, FIRST, CODED,
+        )  # fmt: skip
+    elif fits(pairs, HALF, BLOCK, LEAST):
+        _products(
+            x, expert, ids, bias, pairs, out, x_row, out_row, part, WIDTH, SHARE, ACTIVATION, LIMIT, HALF,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, FIRST, CODED,
+        )  # fmt: skip
+    else:
+        _products(
+            x, expert, ids, bias, pairs, out, x_row, out_row, part, WIDTH, SHARE, ACTIVATION, LIMIT, BLOCK,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, FIRST, CODED,
+        )  # fmt: skip
+
+
 def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
-    """Sort the pairs of ids int32 [T, k] by expert into blocks of 16, 32, 64 or 128; ids of -1 are skipped."""
+    """Sort the pairs of ids int32 [T, k] by expert into blocks of at most WIDE_BLOCK; ids of -1 are skipped."""
     pairs = ids.numel()
     if len(to.counts) != experts or len(to.order) < most_blocks(pairs, experts, block_tokens) * block_tokens:
         raise ValueError(f"the workspace has no room for {pairs} pairs of {experts} experts")
     scan = _FEW_SCANNED if pairs <= _FEW_SCANNED else _SCANNED  # two kernels serve all batches
     _count[(experts,)](ids, to.counts, pairs, SCAN=scan, num_warps=_SCAN_WARPS)
     _place[(experts,)](
-        ids, to.counts, to.blocks, to.order, pairs, block_tokens, EXPERTS=experts, MOST=BLOCK_TOKENS[-1],
+        ids, to.counts, to.blocks, to.order, pairs, block_tokens, EXPERTS=experts, MOST=WIDE_BLOCK,
         ALL=triton.next_power_of_2(experts), SCAN=scan, num_warps=_SCAN_WARPS,
     )  # fmt: skip
 
 
 def multiply_blocks(
-    x: Tensor, address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, out: Tensor,
+    x: Tensor, address: Tensor, by: Groups, tile: Tile, of: ExpertShape, out: Tensor,
     bias: PairBias | None = None, *, up: bool,
 ) -> None:  # fmt: skip
-    """experts_few.multiply_pairs for pairs grouped into blocks of `block_tokens`."""
+    """experts_few.multiply_pairs for pairs grouped into blocks of tile.tokens. tile: for that matrix."""
     packed, _ = of.matrix(up)
-    tile = _tile(packed, block_tokens)
-    grid = (most_blocks(address.numel(), len(by.counts), block_tokens), triton.cdiv(packed.panels, tile.panels))
+    grid = (triton.cdiv(packed.panels, tile.panels), most_blocks(address.numel(), len(by.counts), tile.tokens))
     _block[grid](
-        x, address, *of_pairs(bias), by.order, by.blocks, out, x.stride(0), out.stride(0), BLOCK=block_tokens,
+        x, address, *of_pairs(bias), by.order, by.blocks, out, x.stride(0), out.stride(0), BLOCK=tile.tokens,
         **matrix_constants(of, up, address.shape[1]), **_constants(of, up, tile), num_warps=tile.warps,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Panels per program; lines per stage (of bfloat16; other formats use as many lines as hold the same columns);
-    stages; warps; first: weights are the first operand (panels_first.py); coded: quantised values are multiplied
-    directly (panels_coded.py).
-
-    Shared memory stays below sm_120's 99 KiB.
-    """
-
-    panels: int
-    lines: int
-    stages: int
-    warps: int
-    first: bool = False
-    coded: bool = False
-
-
-# Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, in flight. Large ones fill the tensor
-# cores' tiles.
-_TILES = {
-    16: _Tile(4, 64, 3, 4),
-    32: _Tile(4, 32, 4, 4),
-    64: _Tile(8, 32, 3, 4, first=True),
-    128: _Tile(8, 32, 3, 4, first=True),
-}
-_DECODED = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
-_CODED = {columns: _Tile(16 if columns == 32 else 8, columns // 2, 3 if columns == 128 else 4, 4, coded=True)
-          for columns in (32, 64, 128)}  # fmt: skip
-
-
-def _tile(of: Layout, block_tokens: int) -> _Tile:
-    """The tile for bfloat16, or for a format that is decoded first, for which `first` is impossible."""
-    if of.format is Format.BF16:
-        return _TILES[block_tokens]
-    columns = coded_columns(of) if block_tokens <= MOST_ROWS else None
-    return _DECODED[block_tokens] if columns is None else _CODED[columns]
-
-
-def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
+def _constants(of: ExpertShape, up: bool, tile: Tile) -> dict[str, object]:
     packed, columns = of.matrix(up)
     blocks = {"PANELS": tile.panels, "LINES": columns_of(packed, tile.lines), "STAGES": tile.stages}
-    return constants(packed, columns) | blocks | {"FIRST": tile.first, "CODED": tile.coded}
+    return constants(packed, columns) | blocks | {"FIRST": tile.first, "CODED": tile.coded, "LEAST": tile.least}
 
 
 def variants() -> Iterator[Variant]:
     for scan in (_FEW_SCANNED, _SCANNED):
         yield Variant(_count, {"ids": "*i32", "counts": "*i32", "pairs": "i32"}, {"SCAN": scan}, warps=_SCAN_WARPS)
         types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32", "block": "i32"}
-        which: dict[str, object] = {"EXPERTS": 128, "MOST": BLOCK_TOKENS[-1], "ALL": 128, "SCAN": scan}
+        which: dict[str, object] = {"EXPERTS": 128, "MOST": WIDE_BLOCK, "ALL": 128, "SCAN": scan}
         yield Variant(_place, types, which, warps=_SCAN_WARPS)
     types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("x_row", "out_row"), "i32")
@@ -237,7 +225,7 @@ def variants() -> Iterator[Variant]:
     cases = [
         (of, up, size)
         for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880))
-        for size in BLOCK_TOKENS
+        for size in (*BLOCK_TOKENS, WIDE_BLOCK)
         for up in (True, False)
     ]
     cases += [(ExpertShape(2048, 768, down_form=form), False, size) for form in examples() for size in (16, 128)]
@@ -249,5 +237,15 @@ def variants() -> Iterator[Variant]:
         which = matrix_constants(of, up, 8) | {"BLOCK": size}
         which |= {} if bias else {"ids": None, "bias": None}
         out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
-        tile = _tile(of.matrix(up)[0], size)
-        yield Variant(_block, types | out, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)
+        packed = of.matrix(up)[0]
+        everywhere, hopper = tile_of(packed, size, 0), tile_of(packed, size, HOPPER[0])
+        made = Variant(_block, types | out, which | _constants(of, up, everywhere), everywhere.warps, aligned=aligned)
+        if size == WIDE_BLOCK:
+            yield replace(made, least=HOPPER[0], newest=HOPPER[-1])
+        else:
+            yield made
+        if hopper != everywhere:
+            yield replace(
+                made, constants=which | _constants(of, up, hopper), warps=hopper.warps,
+                least=HOPPER[0], newest=HOPPER[-1],
+            )  # fmt: skip
