@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from on_host import HostMark, HostQueue, host_executor
 from proa.cache.pool import allocate_pool
 from proa.engine.executors.ahead import FIRST_UNITS
 from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.executor import Pace
 from proa.engine.executors.graphs import GraphExecutor, GraphStep
 from proa.engine.executors.queues import Queues
@@ -133,6 +135,19 @@ def test_a_prompt_beside_decode_has_its_logits(decoder: Decoder) -> None:
         found.append(case.logits(step))
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
+
+
+def test_a_pass_begins_before_its_inputs_are_written(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first copies then do not wait for the host."""
+    case, write = Case(decoder), DeviceInputs.fill
+
+    def fill(inputs: DeviceInputs, sequences: Sequence[Span], page_tokens: int) -> int:
+        case.session.calls.append("fill")
+        return write(inputs, sequences, page_tokens)
+
+    monkeypatch.setattr(DeviceInputs, "fill", fill)
+    case.prompt(300)
+    assert case.session.calls == ["begin pass", "fill", "fill"]
 
 
 def test_the_session_sees_only_the_end(decoder: Decoder) -> None:

@@ -12,7 +12,7 @@ from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.page_table import PageTable
 from proa.engine.executors.recorded import RecordedExecutor
-from proa.engine.executors.row_numbers import RowNumbers
+from proa.engine.executors.row_numbers import LONG, RowNumbers
 from proa.native.pool import Pool
 from tiny import make_tiny
 
@@ -31,6 +31,27 @@ def test_rows_have_their_tokens_positions_and_slots() -> None:
     numbers.pad(7)
     assert (tokens[7:].tolist(), slots[7:].tolist(), positions[7:].tolist()) == ([0] * 3, [-1] * 3, [0] * 3)
     assert slots[:7].tolist()[0] == 33
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 400])
+@pytest.mark.parametrize("rows", [LONG - 1, LONG, LONG + 3, 300])
+def test_long_spans_have_the_numbers_of_single_rows(rows: int, start: int) -> None:
+    pages = [(7 * i + 3) % 211 for i in range((start + rows) // PAGE_TOKENS + 1)]
+    spans = [MIXED[0], Span(list(range(5, 5 + rows)), start, pages, start + rows), MIXED[1]]
+    long, single = (torch.full((3, rows + 200), -7, dtype=torch.int64) for _ in range(2))
+    numbers = RowNumbers(*long)
+    end = numbers.fill(spans, PAGE_TOKENS)
+    numbers.pad(end)
+    row = 0
+    for of in spans:
+        for i, token in enumerate(of.tokens):
+            place = of.start + i
+            slot = of.pages[place // PAGE_TOKENS] * PAGE_TOKENS + place % PAGE_TOKENS
+            single[:, row] = torch.tensor([token, slot, place])
+            row += 1
+    single[:, row:] = torch.tensor([0, -1, 0])[:, None]
+    assert end == row
+    assert torch.equal(long, single)
 
 
 def test_page_tables_follow_grown_and_replaced_lists() -> None:

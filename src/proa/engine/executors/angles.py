@@ -10,6 +10,7 @@ from torch import Tensor
 from proa.engine.executors.batch import Span, StepLimits, positions_of
 from proa.layers.rope import axes_of, cos_sin
 from proa.models.spec import Rope
+from proa.ops.host_block import Sender
 
 
 class AngleTables:
@@ -22,6 +23,7 @@ class AngleTables:
             rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
         }
         self._axes = {rope: axes_of(rope).to(device) for rope in self._fixed if rope.axes}
+        self._sender = Sender()
         self._changing = {
             rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
         }
@@ -33,9 +35,9 @@ class AngleTables:
 
     def fill(self, sequences: Sequence[Span]) -> None:
         """Compute the dynamic ropes' angles for the rows of a step."""
-        for rope, place in self._changing.items():
-            angles = torch.stack(cos_sin(rope, *positions_of(sequences)))
-            place[:, : angles.shape[1]].copy_(angles)
+        for rope, places in self._changing.items():
+            for angles, place in zip(cos_sin(rope, *positions_of(sequences)), places, strict=True):
+                self._sender.send(angles.view(torch.int32), place[: len(angles)].view(torch.int32))
 
     def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin float32 [T, dim / 2] of each rope; positions int64 [T], or [axes, T] (see Rope.axes)."""

@@ -241,7 +241,8 @@ class GraphExecutor:
         torch.empty(nbytes, dtype=torch.uint8, device=self._queue.device)[:1].zero_()  # a graph must have a node
 
     def _begin_parts(self, step: GraphStep, share: float) -> None:
-        """Write the step's inputs, which no step between its parts touches. share: see launch_in_parts."""
+        """Begin the pass, whose first copies then run meanwhile, and write the step's inputs, which no step between its
+        parts touches. share: see launch_in_parts."""
         chunks, row = list[Chunk](), 0
         cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
@@ -250,6 +251,9 @@ class GraphExecutor:
                 raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
         if len(cut) > len(places):
             raise ValueError(f"a step in parts may have {len(places)} chunks, not {len(cut)}")
+        wide = min(sum(len(span.tokens) for span in spans) for spans in cut) >= FEW_ROWS
+        may_run_beside = self._queues.separate and not step.overtakes and wide
+        launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
         for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
             own.copy()
@@ -258,9 +262,6 @@ class GraphExecutor:
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        wide = min(len(of.tokens) for of in chunks) >= FEW_ROWS
-        may_run_beside = self._queues.separate and not step.overtakes and wide
-        launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
         step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
         self._timer.forget_blocks()
