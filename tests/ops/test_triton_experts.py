@@ -26,7 +26,7 @@ from proa.ops.sizes import BLOCK_TOKENS, WIDE_BLOCK, most_blocks
 from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.expert_sum import Into, combine
-from proa.ops.triton.expert_tiles import HOPPER, tile_of
+from proa.ops.triton.expert_tiles import HOPPER, block_tokens, tile_of
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
@@ -252,6 +252,20 @@ def test_the_bound_on_blocks_is_reached_and_never_passed(experts_: int, size: in
         assert used <= most_blocks(pairs, experts_, size)
         even = [pairs // experts_ + (i < pairs % experts_) for i in range(experts_)]
         assert sum(-(-n // size) for n in even) <= most_blocks(pairs, experts_, size)
+
+
+@pytest.mark.parametrize("capability", [0, 75, 80, 89, 90, 100, 120])
+@pytest.mark.parametrize(("up", "down"), [(form, form) for form in FORMS] + [(FORMS[1], BF16_FORM)], ids=str)
+def test_every_block_size_has_tiles(up: Form, down: Form, capability: int) -> None:
+    """Blocks grow with the number of pairs, and both matrices have tiles of the same size."""
+    shape, sizes = ExpertShape(256, 512, up, down), list[int]()
+    for pairs in range(1, 40_000, 7):
+        size = block_tokens(pairs, shape, 128, capability)
+        tiles = [tile_of(packed, size, capability) for packed in (shape.up, shape.down)]
+        assert {tile.tokens for tile in tiles} == {size}
+        assert all(tile.least in (size, size // 2, size // 4) for tile in tiles)
+        sizes.append(size)
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("form", [BF16_FORM, Form(Format.INT4_F16, 32)], ids=str)

@@ -18,7 +18,7 @@ class Tile:
     """A program's part of the products: `tokens` pairs of a block and `panels` panels, `lines` lines at a time (of
     bfloat16; other formats use as many lines as hold the same columns), in `stages` stages.
 
-    least: fewest tokens of a product, a block's half or quarter or its size; blocks with fewer pairs are padded to it.
+    least: fewest tokens of a product: the block's size, its half or its quarter. Fewer pairs are padded to it.
     first: weights are the first operand (panels_first.py). coded: quantised values are multiplied directly
     (panels_coded.py). Shared memory stays below sm_120's 99 KiB, but for WIDE_BLOCK.
     """
@@ -34,7 +34,8 @@ class Tile:
 
 
 # Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, in flight. Large ones fill the tensor
-# cores' tiles. Products of 64 and more tokens have equal bits, with weights as first operand of 32 and more.
+# cores' tiles. A row has the same bits in all products of 64 and more tokens, and of 32 and more if weights are the
+# first operand.
 _PLAIN = {
     16: Tile(16, 4, 64, 3, 4, 16),
     32: Tile(32, 4, 32, 4, 4, 32),
@@ -48,8 +49,7 @@ _DECODED = {
     64: Tile(64, 8, 32, 3, 4, 64),
     128: Tile(128, 8, 32, 3, 8, 64),
 }
-# With 4 warps the sums fill the registers: 14 to 35 % faster on an H200, but sm_80 to sm_120 would spill 50 to 250
-# bytes of them.
+# 4 warps are 14 to 35 % faster on an H200. On sm_80 to sm_120 they would spill 50 to 250 bytes of registers.
 _DECODED_HOPPER = _DECODED | {128: Tile(128, 8, 32, 3, 4, 64)}
 _CODED = {columns: Tile(16, 16 if columns == 32 else 8, columns // 2, 3 if columns == 128 else 4, 4, 16, coded=True)
           for columns in (32, 64, 128)}  # fmt: skip

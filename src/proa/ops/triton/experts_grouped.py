@@ -136,8 +136,7 @@ def _products(
 
 @triton.jit
 def fits(pairs, tokens: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
-    """True if the pairs of a block are at most `tokens`, for which its kernel has a product: BLOCK / 2, BLOCK / 4, not
-    less than LEAST."""
+    """True if a block has at most `tokens` pairs, and its kernel a product of so many: not of fewer than LEAST."""
     if tokens < LEAST or tokens == BLOCK:
         return False
     else:
@@ -152,9 +151,9 @@ def _block(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, CODED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Products of one block of pairs, with no more padding than its last half or three quarters. Parts of a block are
-    neighbours in the grid and share its rows in L2, and next to them blocks of the same expert its panels. For the
-    arguments see experts_few._pair."""
+    """Products of one block of pairs, by the smallest product in which they fit. Parts of a block are neighbours in the
+    grid and share its rows in L2; blocks of one expert follow each other and share its panels. For the arguments see
+    experts_few._pair."""
     part, block = tl.program_id(0), tl.program_id(1)
     if block >= tl.load(blocks):
         return
