@@ -226,9 +226,17 @@ def test_wrong_routes_and_methods(tokenizer: Tokenizer) -> None:
     assert (no_model.status_code, check_shape(no_model)["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("headers", [{"content-type": "text/plain"}, {}])
+def test_other_clients_than_browsers_may_leave_out_the_media_type(tokenizer: Tokenizer) -> None:
+    """litellm does, with Ollama's endpoints."""
+    response = post(tokenizer, CHAT, content=json.dumps({"messages": USER}).encode(), headers={})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{"content-type": "text/plain"}, {"origin": "http://x"}, {"sec-fetch-site": "none"}]
+)
 def test_other_media_types(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
-    """A web page may send both of these across origins without a CORS preflight."""
+    """A web page may send these across origins without a CORS preflight."""
     response = post(tokenizer, CHAT, content=json.dumps({"messages": USER}).encode(), headers=headers)
     assert response.status_code == 415
     assert "application/json" in check_shape(response)["message"]

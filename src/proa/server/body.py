@@ -18,8 +18,10 @@ _MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
 async def read_body(request: Request) -> list[bytes]:
     """Read the request's body, in parts. Raises ApiError 413 or 415; ClientGoneError if the upload is cut off."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    # Blocks cross-origin pages too, whose browser asks first (CORS preflight) for this media type alone.
-    if media_type != "application/json":
+    # Blocks cross-origin pages too, whose browser asks first (CORS preflight) for this media type alone. Browsers send
+    # Origin; other clients may leave the media type out, as litellm does with Ollama's endpoints.
+    left_out = not media_type and not {"origin", "sec-fetch-site"} & set(request.headers.keys())
+    if media_type != "application/json" and not left_out:
         has = f"has media type {media_type}" if media_type else "has no media type"
         message = f"The body {has}; send application/json (curl: -H 'Content-Type: application/json')."
         raise ApiError(415, "unsupported_media_type", message)
