@@ -252,7 +252,7 @@ class Stage:
 
 def long_pasts(most_rows: int, context_tokens: int, heads: int) -> Iterator[tuple[int, int]]:
     """The first (past, rows) whose tiles merge their segments in one launch, two and three, with the most rows that fit
-    into the context. More launches use the kernels of three."""
+    into the context."""
     short, seen = SEGMENT_TOKENS[-1], {0}
     for past in range(0, context_tokens, short):
         rows = min(most_rows, context_tokens - past)
@@ -263,7 +263,7 @@ def long_pasts(most_rows: int, context_tokens: int, heads: int) -> Iterator[tupl
 
 
 def merges(covered: int) -> int:
-    """The number of launches that merge the segments of so many positions; 3 for more."""
+    """The number of launches that merge the segments of so many positions, at most 3: more have the kernels of 3."""
     segments = sum(1 for _ in segments_of(covered, SEGMENT_TOKENS))
     return min(3, -(-segments // SEGMENTS_MERGED))
 

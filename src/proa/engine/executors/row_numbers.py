@@ -47,10 +47,9 @@ class RowNumbers:
     def _fill_long(self, span: Span, row: int, page_tokens: int) -> int:
         """Write the span's rows from `row` on; returns the row after them."""
         tokens, slots, positions = self._arrays
-        end = row + len(span.tokens)
-        places = np.arange(span.start, span.start + len(span.tokens))
-        first = span.start // page_tokens
-        pages = np.array(span.pages[first : -(-(span.start + len(span.tokens)) // page_tokens)])
+        end, stop = row + len(span.tokens), span.start + len(span.tokens)
+        places, first = np.arange(span.start, stop), span.start // page_tokens
+        pages = np.array(span.pages[first : -(-stop // page_tokens)])
         tokens[row:end], positions[row:end] = span.tokens, places
         slots[row:end] = pages[places // page_tokens - first] * page_tokens + places % page_tokens
         return end
