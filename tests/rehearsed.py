@@ -24,7 +24,7 @@ from triton.runtime.cache import get_cache_key
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.building import rehearsal
-from proa.engine.building.compile_ahead import stored_types, variants_of
+from proa.engine.building.compile_ahead import rehearsed, stored_types
 from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import step_limits
 from proa.machine.absent import with_gpu
@@ -102,11 +102,11 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
 def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -> dict[str, Any]:
     prepared = planned(path, vram, **options)
     plan, spec = prepared.plan, prepared.declared.spec
-    variants = variants_of(plan, prepared.checkpoint, prepared.declared)
+    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
+    variants = [variant for found in rehearsed(plan, spec, stored, CAPABILITY) for variant in found]
     with keys_of_compiler() as ours:
         for variant in variants:
             ahead._compile(variant, ahead.TargetDriver(CAPABILITY).get_current_target())
-    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
     launched = launch(rehearsal.rehearse(plan, spec, stored, CAPABILITY))
     swept = launch(sweep(prepared, random.Random(seed), swept))
     return {

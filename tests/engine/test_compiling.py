@@ -21,7 +21,16 @@ from proa.engine.ipc import Loading
 
 pytest.importorskip("triton")
 
-from proa.engine.building.compile_ahead import Done, Event, Listed, begin_forked, compile_all, start_forked
+from proa.engine.building.compile_ahead import (
+    Done,
+    Event,
+    Listed,
+    Rehearsing,
+    Waiting,
+    begin_forked,
+    compile_all,
+    start_forked,
+)
 from proa.engine.building.compiling import Compiling
 from proa.ops.ahead import Compiled, Variant
 
@@ -44,8 +53,8 @@ class FakeCompiler:
 
 
 def compiled(names: list[str], processes: int) -> dict[str, str]:
-    found = compile_all([variant(name) for name in names], FakeCompiler(), processes)  # type: ignore[arg-type]
-    return {done.variant.name: done.compiled.error for done in found}
+    found = compile_all(Waiting([variant(name) for name in names]), FakeCompiler(), processes)  # type: ignore[arg-type]
+    return {event.variant.name: event.compiled.error for event in found if isinstance(event, Done)}
 
 
 @pytest.mark.parametrize("processes", [1, 3, 8])
@@ -63,13 +72,61 @@ def test_a_dying_process_fails_only_its_kernel(processes: int) -> None:
 
 
 def test_closing_the_iterator_ends_all_processes() -> None:
-    found = compile_all([variant(f"m.{n}") for n in ("k", "slow1", "slow2")], FakeCompiler(), 3)  # type: ignore[arg-type]
-    assert next(found).variant.name == "m.k"
+    waiting = Waiting([variant(f"m.{n}") for n in ("k", "slow1", "slow2")])
+    found = compile_all(waiting, FakeCompiler(), 3)  # type: ignore[arg-type]
+    assert next(found) == Listed(waiting.known, 3, "")
+    assert next(found) == Done(variant("m.k"), Compiled(False, 0.1))
     mine = children(os.getpid())
     begin = time.monotonic()
     found.close()
     assert time.monotonic() - begin < 10
     assert len(mine) > len(children(os.getpid()))
+
+
+def rehearsal(*found: str | float, error: str = "") -> Rehearsing:
+    """Finds variants of these names, one by one, with breaks of so many seconds; then raises an error or dies."""
+
+    def find() -> Iterator[list[Variant]]:
+        for each in found:
+            if isinstance(each, str):
+                yield [variant(each)]
+            else:
+                time.sleep(each)
+        if error == "dies":
+            os._exit(3)
+        if error:
+            raise ValueError(error)
+
+    return Rehearsing(find)
+
+
+def test_kernels_are_compiled_while_others_are_found() -> None:
+    waiting = Waiting([], rehearsal("m.a", "m.b", 2.0, "m.c"))
+    events = list(compile_all(waiting, FakeCompiler(), 2))  # type: ignore[arg-type]
+    names = ["listed" if isinstance(event, Listed) else event.variant.name for event in events]
+    assert sorted(names[:2]) == ["m.a", "m.b"]
+    assert sorted(names[2:]) == ["listed", "m.c"]
+    assert [each.name for each in waiting.known] == ["m.a", "m.b", "m.c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [("no such layer", "ValueError: no such layer"), ("dies", "ended with exit code 3")]
+)
+def test_a_rehearsal_that_fails(error: str, words: str) -> None:
+    waiting, before = Waiting([], rehearsal("m.a", error=error)), children(os.getpid())
+    with pytest.raises(RuntimeError, match=words):
+        list(compile_all(waiting, FakeCompiler(), 2))  # type: ignore[arg-type]
+    waiting.end()
+    assert len(children(os.getpid())) < len(before)
+
+
+@pytest.mark.parametrize(("slowest_first", "order"), [(True, "dbac"), (False, "abcd")])
+def test_the_slowest_kernels_may_come_first(slowest_first: bool, order: str) -> None:
+    names = {"a": "m.a", "b": "experts_grouped._block", "c": "m.c", "d": "attention._prefill"}
+    waiting = Waiting([variant(name) for name in names.values()])
+    taken = [waiting.next(slowest_first=slowest_first) for _ in names]
+    assert [each and each.name for each in taken] == [names[letter] for letter in order]
+    assert waiting.next(slowest_first=slowest_first) is None
 
 
 def children(pid: int) -> set[int]:
@@ -158,14 +215,14 @@ def test_wait_returns_after_its_limit() -> None:
 def test_processes_end_with_the_engine() -> None:
     program = """
 import time
-from proa.engine.building.compile_ahead import compile_all
+from proa.engine.building.compile_ahead import Waiting, compile_all
 from proa.engine.building.compiling import Compiling
 
 class Slow:
     def compile(self, variant):
         time.sleep(120)
 
-ahead = Compiling(lambda: compile_all([1, 2], Slow(), 2), print)
+ahead = Compiling(lambda: compile_all(Waiting([1, 2]), Slow(), 2), print)
 print(ahead._process.pid, flush=True)
 time.sleep(120)
 """

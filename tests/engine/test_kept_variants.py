@@ -11,48 +11,37 @@ import pytest
 from unit.vram_cases import QWEN3_30B, gpu, machine, plan
 
 pytest.importorskip("triton")
-from proa.engine.building.kept_variants import kept_or_made, key_of
+from proa.engine.building.kept_variants import keep, key_of, read_kept
 from proa.ops.ahead import Variant
 
 FOUND = [Variant("proa.ops.triton.norm._norm", "key", {"x": "*bf16"}, {(1,): 8}, {}, {"num_warps": 4})]
 
 
-class Maker:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> list[Variant]:
-        self.calls += 1
-        return FOUND
-
-
-def test_a_list_is_made_once(tmp_path: Path) -> None:
-    make = Maker()
-    assert [list(kept_or_made(tmp_path / "new", "a", make)) for _ in range(3)] == [FOUND] * 3
-    assert make.calls == 1
-    kept_or_made(tmp_path / "new", "b", make)
-    assert make.calls == 2
-    assert len(list((tmp_path / "new").iterdir())) == 2, "no temporary file is left"
+def test_a_list_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert read_kept(folder, "a") is None
+    keep(folder, "a", FOUND)
+    assert read_kept(folder, "a") == FOUND
+    assert read_kept(folder, "b") is None
+    assert len(list(folder.iterdir())) == 1, "no temporary file is left"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04not a pickle", None])
 def test_a_damaged_list_is_made_again(tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
-    make = Maker()
-    kept_or_made(tmp_path, "a", make)
+    keep(tmp_path, "a", FOUND)
     file = tmp_path / "variants-a.pickle"
     file.write_bytes(file.read_bytes()[:-9] if damage is None else damage)
-    assert list(kept_or_made(tmp_path, "a", make)) == FOUND
+    assert read_kept(tmp_path, "a") is None
     assert "cannot be read" in caplog.text
-    assert list(kept_or_made(tmp_path, "a", make)) == FOUND
-    assert make.calls == 2
+    keep(tmp_path, "a", FOUND)
+    assert read_kept(tmp_path, "a") == FOUND
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    make = Maker()
-    assert [list(kept_or_made(tmp_path / "file", "a", make)) for _ in range(2)] == [FOUND] * 2
-    assert make.calls == 2
-    assert "cannot" in caplog.text
+    assert read_kept(tmp_path / "file", "a") is None
+    keep(tmp_path / "file", "a", FOUND)
+    assert caplog.text.count("cannot be kept") == 1
 
 
 def key(box_gib: float = 124, vram_gib: float = 24, stored: str = "BF16", capability: int = 90, **asked: Any) -> str:

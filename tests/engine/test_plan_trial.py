@@ -136,7 +136,7 @@ def test_a_slow_other_plan_loses(folder: Path, cache: Path) -> None:
     with slow(HostTransport, "push", lambda self, *args: not self.foresees):
         engine, ready = load(folder, "again", co_fetch="off")
     assert told(ready)[1] == "co-fetch off, read ahead on"
-    assert "is not clearly faster: in 0 of 11 rounds" in told(ready)[2]
+    assert "is not clearly faster: in 0 of 2 rounds, 10 of 11 are needed" in told(ready)[2]
     assert told(ready, "read ahead")[1] == "on"
     assert hybrid_of(engine).choices == NO_FETCH
 
@@ -238,7 +238,7 @@ def planned(folder: Path, device: str = "sim:64MiB,pcie=1GB/s") -> Plan:
 def tries_and_stays(engine: Engine, of: Plan) -> None:
     before = stays(engine)
     found = measured(engine, of)
-    assert {len(rounds) for rounds in found.seconds} == {ROUNDS}
+    assert len(found.seconds[0]) == max(len(rounds) for rounds in found.seconds[1:]) >= 2
     assert found.valid
     assert not found.same
     assert found.took_s <= TRIAL_S + 1
@@ -296,6 +296,7 @@ class Clock:
 def test_the_trial_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, rounds: int) -> None:
     """A step takes from one reading of the clock to the next: the bound holds but for the first step of all."""
     monkeypatch.setattr(co_fetch, "LEAST_BYTES", 1)
+    monkeypatch.setattr(plan_trial, "may_win", lambda rule, other: True)  # by this clock all plans are equal
     of = planned(folder)
     engine, _ = load_engine(of, lambda loading: None)
     found = measured(engine, of, clock=Clock(step_s))

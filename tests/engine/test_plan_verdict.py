@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proa.engine.building.kept_trial import SHARE_MARGIN, Kept, keep, key_of, read_kept, share_in_vram
-from proa.engine.building.plan_trial import CHANCE, CLEAR, TRIAL_S, Measured, best, verdict, wins_needed
+from proa.engine.building.plan_trial import (
+    CHANCE,
+    CLEAR,
+    ROUNDS,
+    TRIAL_S,
+    Measured,
+    best,
+    may_win,
+    verdict,
+    wins_needed,
+)
 from proa.hybrid.choices import Choices
 from proa.plan.plan import Plan
 from unit.vram_cases import QWEN3_30B, gpu, machine, plan
@@ -70,6 +80,15 @@ def test_the_best(other: list[float], chosen: int) -> None:
     assert best([[1.0] * len(other), other])[0] == chosen
 
 
+@given(st.lists(st.booleans(), min_size=ROUNDS, max_size=ROUNDS), st.integers(1, ROUNDS))
+def test_a_plan_that_may_not_win_would_not_have_won(wins: list[bool], rounds: int) -> None:
+    rule, other = [1.0] * ROUNDS, [0.9 if won else 1.0 for won in wins]
+    if not may_win(rule[:rounds], other[:rounds]):
+        assert best([rule, other])[0] == best([rule, other[:rounds]])[0] == 0
+    elif all(wins[rounds:]):
+        assert best([rule, other])[0] == 1
+
+
 def test_the_fastest_of_several_that_win() -> None:
     assert best([[1.0] * 11, [0.9] * 11, [0.8] * 11, [0.7] * 9 + [1.1] * 2])[:2] == (2, 2)
 
@@ -93,8 +112,8 @@ def test_the_fastest_of_several_that_win() -> None:
             Measured((BOTH, NO_READ), (1,), ([0.003] * 11, [0.0031] * 11), 0.5, same=True),
             0,
             "3.00 ms per token against 3.10 ms with co-fetch on, read ahead off; co-fetch on, read ahead off is not "
-            "clearly faster: in 0 of 11 rounds, 10 are needed, 500 ms; co-fetch on and off are the same, as the CPU "
-            "leaves no RAM bandwidth or has read too little",
+            "clearly faster: in 0 of 11 rounds, 10 of 11 are needed, 500 ms; co-fetch on and off are the same, as the "
+            "CPU leaves no RAM bandwidth or has read too little",
         ),
         (Measured((BOTH, NO_FETCH), (1,), ((), ()), 10.1, "after 10 s"), 0, "nothing was compared in the trial, which"),
         (Measured((BOTH,), (1,), ((),), 0.1, same=True), 0, "nothing to compare: co-fetch on and off are the same"),

@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,10 +174,14 @@ class Compiler:
     def prepare(self) -> str:
         """Do the work common to all kernels once, before compiling processes are forked: hash Triton itself, build what
         all launch stubs share. Returns why launch stubs cannot be built; "" if they can."""
+        hashing = threading.Thread(target=hash_triton)  # a second or less, beside the C compiler's 0.4 s
+        hashing.start()
         settle()
-        hash_triton()
-        if not self._launchers:
-            return "they were not requested"
+        missing = self._share_stubs() if self._launchers else "they were not requested"
+        hashing.join()
+        return missing
+
+    def _share_stubs(self) -> str:
         try:
             self._driver.utils = nvidia.CudaUtils()
         except Exception as error:  # noqa: BLE001 - no driver library, no C compiler: any of Triton's errors

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -49,23 +49,29 @@ def _sources(package: Path) -> str:
     return found.hexdigest()
 
 
-def kept_or_made(folder: Path, key: str, make: Callable[[], Sequence[Variant]]) -> Sequence[Variant]:
-    """Return the list that an earlier start has kept under `key`; if there is none, call `make` and keep its list. A
-    file that cannot be read is replaced; if the folder cannot be written to, later starts rehearse again.
+def read_kept(folder: Path, key: str) -> Sequence[Variant] | None:
+    """The list that an earlier start has kept under `key`; None if there is none that can be read.
 
     The folder is Triton's cache, whose files are code that the process runs: the list is trusted like those.
     """
-    path = folder / f"variants-{key}.pickle"
+    path = _path(folder, key)
     try:
         kept: Sequence[Variant] = pickle.loads(path.read_bytes())
         return kept
     except FileNotFoundError:
-        pass
+        return None
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
         log.warning("The list of kernels in %s cannot be read (%s): it is made again.", path, error)
-    made = make()
+        return None
+
+
+def keep(folder: Path, key: str, variants: Sequence[Variant]) -> None:
+    """Keep the list; if the folder cannot be written to, later starts rehearse again."""
     try:
-        write_whole(path, pickle.dumps(made))
+        write_whole(_path(folder, key), pickle.dumps(variants))
     except OSError as error:
         log.warning("The list of kernels cannot be kept in %s: %s", folder, error)
-    return made
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"variants-{key}.pickle"

@@ -2,7 +2,8 @@
 plans those are (plan/likely.py), the file of the result (kept_trial.py), choices that need another load.
 
 Rounds interleave the plans, so that other load on the machine affects all of them, and in a round all compute the same
-tokens and so the same experts. A plan other than the rule is taken only if it wins beyond the noise (`best`).
+tokens and so the same experts. A plan other than the rule is taken only if it wins beyond the noise (`best`), and takes
+part only as long as it can.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from proa.types import Decision, Sampling
 ROW = "plan trial"
 TRIAL_S = 10.0  # no step begins that would end later, if it takes as long as the longest one so far
 ROUNDS = 11
-PART_S = 0.025  # of timed steps of one plan and one number of requests in a round
+PART_S = 0.0125  # of timed steps of one plan and one number of requests in a round
 MOST_STEPS = 8  # of these
 LEARNING_STEPS = 16  # most steps until co-fetch knows the CPU's rate
 # A plan other than the rule is taken only if
@@ -70,8 +71,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds[plan][round]: per token, the mean of steps of one request and of several. over: why there are not ROUNDS
-    rounds, or "". valid: all values were finite. same: co-fetch was not compared, as it changes nothing."""
+    """seconds[plan][round]: per token, the mean of steps of one request and of several; fewer rounds of a plan that
+    could no longer win. over: why the trial ended early, or "". valid: all values were finite. same: co-fetch was not
+    compared, as it changes nothing."""
 
     plans: Sequence[Choices]
     requests: Sequence[int]
@@ -164,21 +166,25 @@ def measure(
 ) -> Measured:  # fmt: skip
     """Time decode steps under each plan, the first of which is the rule, for at most TRIAL_S. Must run before the first
     request: it writes to the first pages and state slots. Afterwards counters are as before."""
-    began_s, rounds, over, valid, given = clock(), list[list[float]](), "", True, len(plans)
+    began_s, number, over, valid, given = clock(), 0, "", True, len(plans)
+    seconds: list[list[float]] = [[] for _ in plans]
     steps = _Steps(subject, clock, began_s + TRIAL_S)
     with subject.hybrid.aside():
         try:
             plans = steps.prepare(plans)
-            while len(plans) > 1 and len(rounds) < ROUNDS:
-                report(Loading(TRYING, len(rounds), ROUNDS))
-                rounds.append(steps.round(plans, len(rounds)))
+            seconds, going = [[] for _ in plans], list(range(len(plans)))
+            while len(going) > 1 and number < ROUNDS:
+                report(Loading(TRYING, number, ROUNDS))
+                for at, took_s in steps.round(plans, going, number).items():
+                    seconds[at].append(took_s)
+                number += 1
+                going = [at for at in going if not at or may_win(seconds[0], seconds[at])]
         except _OutOfTime:
             over = f"after {TRIAL_S:g} s"
         except _NonFinite:
             over, valid = "as values were NaN or Inf", False
         subject.hybrid.choose(plans[0])
     subject.executor.clock.reset()
-    seconds = list(zip(*rounds, strict=True)) if rounds else [()] * len(plans)
     return Measured(plans, steps.requests, seconds, clock() - began_s, over, valid, len(plans) < given)
 
 
@@ -214,11 +220,12 @@ class _Steps:
                 self._slowest_s[requests] = max(self._slowest_s[requests], step_s)
         return plans
 
-    def round(self, plans: Sequence[Choices], number: int) -> list[float]:
-        """Seconds per token of each plan, in this round's order: each plan is at each place equally often."""
-        turned = [(number + i) % len(plans) for i in range(len(plans))]
-        seconds, first = [0.0] * len(plans), self._number
-        for at in reversed(turned) if number // len(plans) % 2 else turned:
+    def round(self, plans: Sequence[Choices], going: Sequence[int], number: int) -> dict[int, float]:
+        """Seconds per token of each plan that still takes part, in this round's order: each of them is at each place
+        equally often."""
+        turned = [going[(number + i) % len(going)] for i in range(len(going))]
+        seconds, first = dict[int, float](), self._number
+        for at in reversed(turned) if number // len(going) % 2 else turned:
             self._number = first  # the same tokens for all
             self._hybrid.choose(plans[at])
             seconds[at] = sum(map(self._per_token, self.requests)) / len(self.requests)
@@ -257,32 +264,40 @@ def wins_needed(rounds: int) -> int:
     return next((wins for wins, chance in enumerate(chances) if chance <= CHANCE), rounds + 1)
 
 
+def may_win(rule: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether a plan can still be faster than the rule in enough of ROUNDS rounds. Seconds of the rounds so far."""
+    lost = sum(a >= b for a, b in zip(other, rule, strict=True))
+    return ROUNDS - lost >= wins_needed(ROUNDS)
+
+
 def best(seconds: Sequence[Sequence[float]]) -> tuple[int, int, int]:
     """The plan to take; the plan that came nearest to the rule (plan 0) or beat it, and in how many rounds. See CHANCE
-    and CLEAR: times of a round are compared with each other only. seconds[plan][round], of two plans or more."""
+    and CLEAR: times of a round are compared with each other only. seconds[plan][round], of two plans or more, of which
+    others than the rule may have fewer rounds."""
     rule = seconds[0]
-    ratios = {i: [a / b for a, b in zip(of, rule, strict=True)] for i, of in enumerate(seconds) if i}
+    ratios = {i: [a / b for a, b in zip(of, rule, strict=False)] for i, of in enumerate(seconds) if i}
     wins = {i: sum(ratio < 1 for ratio in of) for i, of in ratios.items()}
     clear = [i for i, of in ratios.items() if wins[i] >= wins_needed(len(of)) and median(of) < CLEAR]
-    nearest = min(clear or ratios, key=lambda i: median(seconds[i]))
+    nearest = min(clear or ratios, key=lambda i: median(ratios[i]))
     return nearest if clear else 0, nearest, wins[nearest]
 
 
 def verdict(measured: Measured) -> tuple[int, str]:
     """The plan to take, and the reason with its figures."""
-    plans, rounds = measured.plans, len(measured.seconds[0])
+    plans, rounds = measured.plans, [len(of) for of in measured.seconds]
     if len(plans) == 1:
         return 0, f"nothing to compare: {_SAME}"
     over = f", which ended {measured.over}" if measured.over else ""
-    if not rounds:
+    if not rounds[0]:
         return 0, f"nothing was compared in the trial{over}"
     chosen, nearest, wins = best(measured.seconds)
     medians = [format_ms(median(of)) for of in measured.seconds]
     others = [f"{medians[i]} with {plans[i]}" for i in range(len(plans)) if i != chosen]
     per = "per token" if len(measured.requests) == 1 else f"per token, mean of 1 and {measured.requests[1]} requests,"
     found = f"{medians[chosen]} {per} against {' and '.join(others)}"
-    won = f"faster than the rule in {wins} of {rounds} rounds"
+    won = f"faster than the rule in {wins} of {rounds[nearest]} rounds"
     if not chosen:
-        won = f"{plans[nearest]} is not clearly faster: in {wins} of {rounds} rounds, {wins_needed(ROUNDS)} are needed"
+        needed = f"{wins_needed(ROUNDS)} of {ROUNDS} are needed"
+        won = f"{plans[nearest]} is not clearly faster: in {wins} of {rounds[nearest]} rounds, {needed}"
     same = f"; {_SAME}" if measured.same else ""
     return chosen, f"{found}; {won}{over}, {format_duration(measured.took_s)}{same}"
