@@ -8,13 +8,14 @@ of Llama 1 is keras-hub's); `counted_too` says what it counts besides the parame
 Hub counts packed codes, the number is that of the model which was quantised. A number with a unit is the one of the
 model's card or report. All hold to 0.5 %, but for what CUT_OFF names.
 
-Missing are the models of NOT_FOUND, and DeepSeek-Coder-V2 is there by its Lite only. Missing of the publishers' own
+Missing is the model of NOT_FOUND, and DeepSeek-Coder-V2 is there by its Lite only. Missing of the publishers' own
 quantised files are FP8 of Qwen3-Coder, Qwen3-Coder-Next, GLM-4.5-Air, 4.6 and 4.7 (of GLM-4.7-FP8 only what stands
 before quantization_config was found; its keys are accepted), AWQ and GPTQ of Qwen2.5 and of most Qwen1.5, Qwen2 and
 Qwen3, and Kimi-K2-Thinking's INT4. Entries whose origin says memory, written down, defaults, values, or "as
 transformers reads it" are not the published text. Looked through were files of these names in public repositories,
 exact strings of their keys, stored pages of huggingface.co, issues, articles, and the packages aiconfigurator (all
-versions), gpustack, genz-llm, llm-analysis, hf-mem, llmcalc and kvfit.
+versions), gpustack, genz-llm, llm-analysis, hf-mem, llmcalc, kvfit, vidur, lmdeploy, mlx-lm, auto-round and
+llmcompressor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ QUANTISED = [name for name, config in CONFIGS.items() if "quantization_config" i
 FORMATS_PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
 # Models that docs/formats.md lists, but whose published config.json could not be found to be tested.
-NOT_FOUND = {"MiniMax-M2.1", "Qwen3-Coder-Next"}
+NOT_FOUND = {"MiniMax-M2.1"}
 
 # Published numbers whose last digit is cut off instead of rounded: 142.8 billion parameters are called 142B.
 CUT_OFF = {"rednote-hilab/dots.llm1.base"}
@@ -60,6 +61,7 @@ CACHES = {
     "mistralai/Mixtral-8x7B-v0.1": (32768, 131072),
     "mistralai/Mixtral-8x22B-v0.1": (65536, 229376),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (262144, 24576),
+    "Qwen/Qwen3-Coder-Next": (262144, 24576),
     "zai-org/GLM-4.5-Air": (131072, 188416),
     "zai-org/GLM-4.6": (202752, 376832),
     "zai-org/GLM-4.7": (202752, 376832),
@@ -212,6 +214,7 @@ def test_routers() -> None:
         "Mixtral 8x7B": {(8, 2, 14336, True, False)},
         "Mixtral 8x22B": {(8, 2, 16384, True, False)},
         "Qwen3-Next-80B-A3B": {(512, 10, 512, True, True)},
+        "Qwen3-Coder-Next": {(512, 10, 512, True, True)},
         "GLM-4.5": {(160, 8, 1536, True, False)},
         "GLM-4.5-Air": {(128, 8, 1408, True, False)},
         "GLM-4.6": {(160, 8, 1536, True, False)},
@@ -254,6 +257,13 @@ def test_qwen3_next() -> None:
     assert spec.ropes == {Rope(64, 1e7)}
     assert spec.state_bytes_per_sequence(2) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert (spec.norm_offset, spec.recurrent) == (1.0, True)
+
+
+def test_qwen3_coder_next_is_qwen3_next_with_half_its_theta() -> None:
+    coder, instruct = spec_of("Qwen/Qwen3-Coder-Next"), spec_of("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    assert coder.ropes == {Rope(64, 5e6)}
+    assert [type(block.mixer) for block in coder.blocks] == [type(block.mixer) for block in instruct.blocks]
+    assert list(coder.params()) == list(instruct.params())
 
 
 def documented() -> list[tuple[set[str], set[str], set[str]]]:

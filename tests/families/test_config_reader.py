@@ -84,3 +84,9 @@ def test_ignored_and_bookkeeping_keys_are_no_leftovers() -> None:
     reader = Reader({"a": 1, "model_type": "x", "torch_dtype": "float16", "use_cache": True})
     reader.ignore("training only", "a")
     reader.refuse_unread()
+
+
+@pytest.mark.parametrize("key", ["name_or_path", "_name_or_path"])
+def test_the_name_that_a_quantiser_writes_is_bookkeeping(key: str) -> None:
+    """QuantTrio's published files, AWQ of MiniMax-M2.1 among them, have it without transformers' underscore."""
+    Reader({key: "tclf90/MiniMax-M2.1-AWQ"}).refuse_unread()

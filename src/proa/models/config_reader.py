@@ -27,8 +27,8 @@ REQUIRED: Final = _Missing.REQUIRED
 BOOKKEEPING = frozenset({
     # provenance
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation",
-    "auto_map", "is_llama_config", "model_name", "model_type", "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_version",
+    "auto_map", "is_llama_config", "model_name", "model_type", "name_or_path", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version",
     # fields of transformers' base class that mean nothing to a causal language model
     "chunk_size_feed_forward", "finetuning_task", "id2label", "is_encoder_decoder", "label2id", "problem_type",
     "task_specific_params", "tokenizer_class", "torchscript",
