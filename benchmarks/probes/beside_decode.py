@@ -191,6 +191,7 @@ def measure(asked: argparse.Namespace, folder: str) -> None:
             "longest_times": round(max(gaps) / usual, 2), "gaps": len(gaps),
             "given_up": engine.stats().gaps.given_up - given_up, "same": same,
             "reserved": torch.cuda.max_memory_reserved(),
+            **({"series_ms": [[round(1e3 * gap, 1) for gap in run.meanwhile] for run in runs]} if asked.series else {}),
         }), flush=True)  # fmt: skip
         del kept
     used = 0 if plan.gpu is None else plan.gpu.vram.used_bytes - plan.gpu.vram.context_bytes
@@ -207,6 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=16384)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--series", action="store_true", help="print all gaps beside the prompt, by run")
     parser.add_argument(
         "--way", nargs="+", default=["turns", "beside", "co-fetch", "equal", "green 8", "green 16", "green 32"]
     )  # fmt: skip

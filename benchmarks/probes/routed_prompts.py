@@ -10,7 +10,10 @@ unchosen: of the experts that were copied, those that no token chose; auto_route
 were divided by their routing to their end.
 
 `decode_after_a_prompt`: --resident percent in VRAM; a new engine, a prompt of the greatest length, then
---decode tokens: tokens/s of the first 64, of the last 64 (settled), and their ratio; with and without promotions.
+--decode tokens: tokens/s of the first 64, of the last 64 (settled), and their ratio; with and without promotions. Of
+each 64 tokens: tokens/s, the share of the chosen experts that were in VRAM, MB moved. With random weights greedy
+answers repeat themselves, so that their last tokens choose fewer experts than the prompt did; drawn ones
+(--temperature 1) do not.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,16 +68,21 @@ def loaded(asked: argparse.Namespace, router: str, resident: int) -> tuple[Engin
     return engine, hybrid, hybrid.streaming
 
 
-def times_of(engine: Engine, prompt: list[int], name: str, count: int = 1) -> list[float]:
-    """Seconds from the request to each of its first `count` tokens."""
+def times_of(
+    engine: Engine, prompt: list[int], name: str, count: int = 1, *, temperature: float = 0.0,
+    counted: Callable[[], None] = lambda: None,
+) -> list[float]:  # fmt: skip
+    """Seconds from the request to each of its first `count` tokens. counted: called at the first of every 64."""
     found, began_s = list[float](), time.perf_counter()
-    sampling = Sampling(max_tokens=count, temperature=0.0)
+    sampling = Sampling(max_tokens=count, temperature=temperature, seed=1)
     engine.submit(EngineRequest(id=name, tokens=prompt, sampling=sampling))
     while engine.has_work:
         for event in engine.step():
             if event.error:
                 raise SystemExit(event.error)
             found += [time.perf_counter() - began_s] * len(event.tokens)
+            if event.tokens and len(found) % FIRST == 1:
+                counted()
     return found
 
 
@@ -134,7 +144,16 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
         streaming.promotions = None
     tokens = max(asked.tokens)
     (prompt,) = random_prompts(shape_of(asked).vocab, 1, tokens)
-    at_s = times_of(engine, prompt, "long", asked.decode)
+    seen: list[Any] = []
+    at_s = times_of(
+        engine, prompt, "long", asked.decode, temperature=asked.temperature,
+        counted=lambda: seen.append(hybrid.counters()),
+    )  # fmt: skip
+    windows = [
+        [round(FIRST / (at_s[64 * (i + 1)] - at_s[64 * i]), 1),
+         round((b.hits - a.hits) / max(1, b.choices - a.choices), 3), round((b.moved_bytes - a.moved_bytes) / 1e6)]
+        for i, (a, b) in enumerate(pairwise(seen))
+    ]  # fmt: skip
     first, last = (FIRST / (at_s[end] - at_s[end - FIRST]) for end in (FIRST, len(at_s) - 1))
     now = hybrid.counters()
     print(json.dumps({
@@ -143,6 +162,7 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
         "promoted": now.promoted, "moved_bytes": now.moved_bytes,
         "first_token_ms": round(1e3 * at_s[0], 1), "first_64_tokens_per_s": round(first, 2),
         "settled_tokens_per_s": round(last, 2), "of_settled": round(first / last, 4),
+        "temperature": asked.temperature, "windows": windows,
     }), flush=True)  # fmt: skip
     hybrid.close()
 
@@ -157,10 +177,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 512, 2048, 4096])
     parser.add_argument("--prompts", type=int, default=3, help="timed prompts of each block")
     parser.add_argument("--resident", type=float, default=25, help="percentage of experts in VRAM, for decode")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answer after a prompt")
+    parser.add_argument("--only", nargs="+", default=["first", "after"], choices=["first", "after"])
     parser.add_argument("--decode", type=int, default=512, help="tokens of an answer, at least 129")
     asked = parser.parse_args()
     runs = [(first_tokens, "zipf"), (first_tokens, "uniform"), (after_a_prompt, True), (after_a_prompt, False)]
-    for run, argument in runs:
+    for run, argument in runs if "first" in asked.only else runs[2:]:
+        if run is after_a_prompt and "after" not in asked.only:
+            continue
         process = multiprocessing.get_context("spawn").Process(target=run, args=(asked, argument))
         process.start()
         process.join()

@@ -76,7 +76,8 @@ ALL_RATES = st.builds(
     cpu_flops_per_s=RATE,
     gpus=st.lists(
         st.builds(
-            GpuRate, index=st.integers(0, 8), vram_bytes_per_s=RATE, pcie_bytes_per_s=RATE, flops_per_s=RATE
+            GpuRate, index=st.integers(0, 8), vram_bytes_per_s=RATE, pcie_bytes_per_s=RATE, flops_per_s=RATE,
+            sustained_flops_per_s=st.none() | RATE,
         ),
         max_size=2,
     ).map(tuple),
@@ -181,14 +182,26 @@ def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) 
 
 
 def test_the_rates_of_a_gpu_are_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = GpuRate(index=0, vram_bytes_per_s=3.5e12, pcie_bytes_per_s=5.5e10, flops_per_s=6e14)
+    rates = GpuRate(
+        index=0, vram_bytes_per_s=3.5e12, pcie_bytes_per_s=5.5e10, flops_per_s=6e14, sustained_flops_per_s=5e14
+    )
     monkeypatch.setattr("proa.cli.checks.measure_gpu", lambda index: rates)
     measured = Examined(ram=ram_of(), cpu_flops_per_s=1e12)
     finding = gpu_speed(CARD, measured)
     assert finding.status == "ok"
-    assert finding.detail == "0: VRAM 3500 GB/s, PCIe 55.0 GB/s, bfloat16 products 600 TFLOP/s"
+    assert finding.detail == "0: VRAM 3500 GB/s, PCIe 55.0 GB/s, bfloat16 products 600 TFLOP/s, sustained 500 TFLOP/s"
     assert measured.rates is not None
     assert measured.rates.gpus == (rates,)
+
+
+@pytest.mark.parametrize(
+    ("sustained", "seconds", "rate"), [(None, 9.0, 6e14), (5e14, 0.05, 6e14), (5e14, 0.09, 6e14), (5e14, 0.2, 5e14)]
+)
+def test_long_products_have_the_sustained_rate(sustained: float | None, seconds: float, rate: float) -> None:
+    rates = GpuRate(
+        index=0, vram_bytes_per_s=1.0, pcie_bytes_per_s=1.0, flops_per_s=6e14, sustained_flops_per_s=sustained
+    )
+    assert rates.flops_per_s_for(6e14 * seconds) == rate
 
 
 def test_a_gpu_that_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

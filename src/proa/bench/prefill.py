@@ -200,7 +200,8 @@ def _figures(
     copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
     upload = copies if rates is None else rates.pcie_bytes_per_s
     shape = Shape.of(prepared.declared.spec, gpu)
-    flops = None if rates is None else rates.flops_per_s
+    operations = shape.flops(tokens, options.cached)
+    flops = None if rates is None else rates.flops_per_s_for(operations)
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     own_s = one.after.own_seconds - one.before.own_seconds
@@ -223,7 +224,7 @@ def _figures(
         "overlapped_bound_s": overlapped,
         "pcie_s": pcie_s,
         "pcie_share": None if pcie_s is None else pcie_s / one.ttft_s,
-        "flops_s": None if flops is None else shape.flops(tokens, options.cached) / flops,
+        "flops_s": None if flops is None else operations / flops,
         "streamed_share": streamed / (streamed + left) if streamed + left else None,
         "streamed_bytes": float(one.after.streamed_bytes - one.before.streamed_bytes),
         "copy_s": one.after.copy_seconds - one.before.copy_seconds,
@@ -240,6 +241,7 @@ def _figures(
         "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
         "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
         "flops_per_s": flops,
+        "burst_flops_per_s": None if rates is None else rates.flops_per_s,
         "ring_bytes": float(gpu.ring_bytes),
         "max_batch_tokens": float(plan.max_batch_tokens),
     }

@@ -216,7 +216,10 @@ def gpu_speed(gpu: Gpu, measured: Examined) -> Finding:
         )
     measured.gpus.append(found)
     detail = f"{gpu.index}: VRAM {format_rate(found.vram_bytes_per_s)}, PCIe {format_rate(found.pcie_bytes_per_s)}"
-    return Finding("GPU speed", "ok", f"{detail}, bfloat16 products {format_flops(found.flops_per_s)}")
+    products = f"bfloat16 products {format_flops(found.flops_per_s)}"
+    if found.sustained_flops_per_s is not None:
+        products += f", sustained {format_flops(found.sustained_flops_per_s)}"
+    return Finding("GPU speed", "ok", f"{detail}, {products}")
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ reads it, strictly. Never: measuring.
     machine   of machine/machine.py: CPUs, memory, nodes, GPUs
     kernels   {isa, reason}: the best instruction set of the native kernels there, and why not a better one
     rates     {ram: {bytes_per_s, threads, pages, load: {others, cpus}}, cpu_flops_per_s,
-              gpus: [{index, vram_bytes_per_s, pcie_bytes_per_s, flops_per_s}]}
+              gpus: [{index, vram_bytes_per_s, pcie_bytes_per_s, flops_per_s, sustained_flops_per_s or null}]}
 
 kernels and rates are null if the native library is missing. An unknown key anywhere is an error, because a misspelt
 rate would silently not count.

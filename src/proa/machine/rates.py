@@ -10,6 +10,8 @@ from proa.machine.load import Load
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
+HIGH_CLOCKS_S = 0.1  # of large products from idle; an H100 then goes from 1980 to 1720-1820 MHz at its 700 W
+
 
 class RamRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """RAM read bandwidth: the maximum of several short measurements, because other programs can only lower it."""
@@ -37,6 +39,13 @@ class GpuRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     vram_bytes_per_s: Rate
     pcie_bytes_per_s: Rate  # from pinned RAM to VRAM
     flops_per_s: Rate  # of a large matrix product in bfloat16
+    sustained_flops_per_s: Rate | None = None  # of such products for a second: its power limit lowers a GPU's clocks
+
+    def flops_per_s_for(self, flops: float) -> float:
+        """The rate of so many operations in one go: the sustained one, if they take longer than clocks stay high."""
+        if self.sustained_flops_per_s is None or flops <= HIGH_CLOCKS_S * self.flops_per_s:
+            return self.flops_per_s
+        return self.sustained_flops_per_s
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
