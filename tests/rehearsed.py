@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from proa.config.parse import from_keywords
 from proa.engine.building import rehearsal
 from proa.engine.building.compile_ahead import rehearsed, stored_types
 from proa.engine.building.gpu_plan import top_k
+from proa.engine.building.kept_variants import keep, key_of, read_kept
 from proa.engine.executors.batch import step_limits
 from proa.machine.absent import with_gpu
 from proa.machine.probe import probe
@@ -103,7 +105,11 @@ def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -
     prepared = planned(path, vram, **options)
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
-    variants = [variant for found in rehearsed(plan, spec, stored, CAPABILITY) for variant in found]
+    folder, key = Path(triton.knobs.cache.dir), key_of(plan, spec, stored, CAPABILITY)
+    variants = read_kept(folder, key)
+    if variants is None:
+        variants = [variant for found in rehearsed(plan, spec, stored, CAPABILITY) for variant in found]
+        keep(folder, key, variants)
     with keys_of_compiler() as ours:
         for variant in variants:
             ahead._compile(variant, ahead.TargetDriver(CAPABILITY).get_current_target())

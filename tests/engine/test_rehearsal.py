@@ -186,15 +186,19 @@ assert plain != reverse, "Triton does it right now: settle is needed no longer"
 
 @given(
     st.sampled_from([512, 2048, 3000, 4096, 8192]), st.integers(1, 140_000), st.sampled_from([9, 32, 64]),
-    st.data(),
+    st.booleans(), st.data(),
 )  # fmt: skip
-def test_every_number_of_merged_segments_is_rehearsed(most: int, context: int, heads: int, data: st.DataObject) -> None:
+def test_every_number_of_merged_segments_is_rehearsed(
+    most: int, context: int, heads: int, beside: bool, data: st.DataObject
+) -> None:
     """A prompt's chunk may begin at any past."""
 
     def launches(past: int, rows: int) -> set[int]:
-        return {merges(tile.covered) for tile in tiles_of(rows, past, segment_rows(heads), SEGMENT_TOKENS[-1])} - {0}
+        tiles = tiles_of(rows, past, segment_rows(heads), SEGMENT_TOKENS[-1])
+        return {merges(tile.covered, beside=beside) for tile in tiles} - {0}
 
-    rehearsed = set[int]().union(*(launches(*at) for at in long_pasts(most, context, heads)))
+    found = long_pasts(most, context, heads, beside=beside)
+    rehearsed = set[int]().union(*(launches(*at) for at in found))
     past = data.draw(st.integers(0, context - 1))
     rows = data.draw(st.integers(1, min(most, context - past)))
     assert launches(past, rows) <= rehearsed

@@ -54,6 +54,7 @@ def test_segments_cover_without_gaps(count: int) -> None:
 def run(
     q_lens: list[int], pasts: list[int], heads: int, kv_heads: int, dim: int, rng: torch.Generator,
     device: torch.device, attention: SegmentedAttention, *, e4m3: bool = False, sinks: bool = False,
+    beside: bool = False,
 ) -> bool:  # fmt: skip
     """Compare with float64. Returns whether segments were used."""
     kv_lens = [rows + past for rows, past in zip(q_lens, pasts, strict=True)]
@@ -65,7 +66,7 @@ def run(
     states = torch.zeros(len(q_lens), dtype=torch.int32, device=device)
     table = torch.nn.functional.pad(p.page_table, (0, -p.page_table.shape[1] % 4)).contiguous()
     on_device = DeviceBatch(0, starts, p.kv_lens, table, states)
-    batch = AttentionBatch(tuple(q_lens), tuple(kv_lens), (), starts, on_device)
+    batch = AttentionBatch(tuple(q_lens), tuple(kv_lens), (), starts, on_device, beside_decode=beside)
     out = poisoned(*q.shape).to(device)
     used = attention.attend(q, p.cache, batch, on(softmax, device), out)
     if used:
@@ -97,6 +98,22 @@ def test_segments(
     traits = traits_of(device) if device.type == "cuda" else GpuTraits(80, 1)
     attention = SegmentedAttention(plain, traits, TILE_ROWS, SEGMENTS)
     assert run(q_lens, pasts, heads, kv_heads, dim, rng, device, attention, e4m3=e4m3, sinks=sinks)
+
+
+@pytest.mark.parametrize(("beside", "tokens"), [(False, [128, 128, 64]), (True, [64] * 5)])
+def test_segments_beside_decode_are_short(
+    beside: bool, tokens: list[int], rng: torch.Generator, device: torch.device
+) -> None:
+    seen = list[int]()
+
+    def noted(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        seen.append(keys.shape[2])
+        return plain(q, keys, values, scale)
+
+    traits = traits_of(device) if device.type == "cuda" else GpuTraits(80, 1)
+    attention = SegmentedAttention(noted, traits, TILE_ROWS, SEGMENTS, SEGMENTS[1:])
+    assert run([32], [340], 4, 2, 16, rng, device, attention, beside=beside)
+    assert seen == tokens
 
 
 def test_short_pasts_are_left_to_the_other_kernel(rng: torch.Generator, device: torch.device) -> None:

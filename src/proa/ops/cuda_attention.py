@@ -9,7 +9,7 @@ results are merged by their sums of exponentials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,14 @@ from torch import Tensor
 
 from proa.ops.caches import KvPages
 from proa.ops.gpu_traits import GpuTraits
-from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, attention_floats, attention_splits, segment_rows
+from proa.ops.sizes import (
+    SEGMENT_TOKENS,
+    SEGMENTS_MERGED,
+    SHORT_SEGMENT_TOKENS,
+    attention_floats,
+    attention_splits,
+    segment_rows,
+)
 from proa.ops.table import AttentionBatch
 from proa.ops.triton import attention, attention_segments
 from proa.ops.triton.attention import Softmax
@@ -81,11 +88,13 @@ class SegmentedAttention:
     """Attention of prompts with a long past, in tiles and segments."""
 
     def __init__(
-        self, rectangle: Rectangle, traits: GpuTraits, most_rows: int = 0, tokens: tuple[int, ...] = SEGMENT_TOKENS
-    ) -> None:
-        """most_rows: query rows of a tile; 0: sizes.segment_rows. tokens: sizes of segments, falling."""
+        self, rectangle: Rectangle, traits: GpuTraits, most_rows: int = 0, tokens: tuple[int, ...] = SEGMENT_TOKENS,
+        short_tokens: tuple[int, ...] = SHORT_SEGMENT_TOKENS,
+    ) -> None:  # fmt: skip
+        """most_rows: query rows of a tile; 0: sizes.segment_rows. tokens: sizes of segments, falling. short_tokens:
+        those of batches beside decode steps, with the same smallest size."""
         self._rectangle, self._native = rectangle, traits.converts_e4m3
-        self._most_rows, self._tokens = most_rows, tokens
+        self._most_rows, self._tokens, self._short_tokens = most_rows, tokens, short_tokens
 
     def attend(self, q: Tensor, cache: KvPages, batch: AttentionBatch, softmax: Softmax, out: Tensor) -> bool:
         """As attention.prefill. Returns False, and computes nothing, if no row of the batch sees a segment."""
@@ -98,21 +107,24 @@ class SegmentedAttention:
         ]
         if not any(tile.covered for of in tiles for tile in of):
             return False
-        row = 0
+        row, sizes = 0, self._short_tokens if batch.beside_decode else self._tokens
         for s, (of, q_len, kv_len) in enumerate(zip(tiles, batch.q_lens, batch.kv_lens, strict=True)):
             pages = batch.on_device.page_table[s]
             for tile in of:
                 mine = slice(row + tile.first, row + tile.first + tile.rows)
                 seen = kv_len - q_len + tile.first + tile.rows
-                self._tile(q[mine], cache, pages, seen, tile.covered, softmax, out[mine])
+                segments = list(segments_of(tile.covered, sizes))
+                self._tile(q[mine], cache, pages, seen, segments, softmax, out[mine])
             row += q_len
         return True
 
     def _tile(
-        self, q: Tensor, cache: KvPages, pages: Tensor, seen: int, covered: int, softmax: Softmax, out: Tensor
+        self, q: Tensor, cache: KvPages, pages: Tensor, seen: int, segments: Sequence[tuple[int, int]],
+        softmax: Softmax, out: Tensor,
     ) -> None:  # fmt: skip
-        """seen: positions that the last row sees."""
+        """seen: positions that the last row sees. segments: (first position, tokens), without gaps from 0 on."""
         rows, heads, _ = q.shape
+        covered = sum(tokens for _, tokens in segments)
         starts = torch.zeros(2, dtype=torch.int32, device=q.device)
         starts[1:].fill_(rows)  # filled by kernels: a copy would wait behind those of experts
         lens = torch.full((1,), seen - covered, dtype=torch.int32, device=q.device)
@@ -121,7 +133,6 @@ class SegmentedAttention:
         attention.prefill(q, cache, rest, starts, lens, softmax, out, sizes, native_codes=self._native)
         if sizes is None:
             return
-        segments = list(segments_of(covered, self._tokens))
         merged, result = torch.empty(0), out
         if len(segments) > SEGMENTS_MERGED:
             merged = torch.empty(q.shape, device=q.device)

@@ -41,6 +41,9 @@ FEW_ROWS = 128
 # Attention of long prompts: tokens of segments of the past, and rows x heads of a tile. Segments of 16384 tokens reach
 # 690 TFLOP/s with cuDNN on an H200, of 4096 tokens 650, of 2048 tokens 600 (789 in a dense product).
 SEGMENT_TOKENS = (16384, 4096, 2048)
+# Those of prompts beside decode steps: each of decode's kernels waits until programs of the prompt's end, and one of
+# cuDNN's computes 128 rows of a segment, 0.24 ms with 16384 tokens.
+SHORT_SEGMENT_TOKENS = SEGMENT_TOKENS[1:]
 SEGMENT_VECTORS = 65536
 SEGMENTS_MERGED = 3  # most segments merged by one launch
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule

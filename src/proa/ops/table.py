@@ -46,6 +46,7 @@ class AttentionBatch:
     slots: Tensor  # int64 [T]; -1: padding row
     device: DeviceBatch | None = None
     states: tuple[int, ...] = ()  # each sequence's slot of recurrent states
+    beside_decode: bool = False  # its kernels run beside those of decode steps, and should be short
 
     @property
     def on_device(self) -> DeviceBatch:

@@ -48,7 +48,7 @@ from proa.ops.cuda_pages import RunMover
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
-from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, segment_rows
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, SHORT_SEGMENT_TOKENS, segment_rows
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
 from proa.plan.kernels import growing_attention
@@ -193,7 +193,7 @@ class Stage:
         for bucket in sizes[WARM_BUCKETS:]:
             yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
         yield from (partial(self.prompt, rows) for rows in _dense(limits.rows))
-        yield from (partial(self._on.run, self._on.inputs, len(spans[0].tokens), spans) for spans in self._long_pasts())
+        yield from self._long_pasts()
         yield partial(self._on.run_head, limits.head_rows)
         yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
         if any(cache.page_tensors for layer in self._caches for cache in layer):
@@ -215,11 +215,14 @@ class Stage:
     def decode(self, bucket: int) -> None:
         self._on.run(self._on.decode_inputs(bucket, 1), bucket)
 
-    def _long_pasts(self) -> Iterator[tuple[Span, ...]]:
+    def _long_pasts(self) -> Iterator[Callable[[], None]]:
         """Prompts after pasts whose segments are merged in one launch, two, and three."""
         limits, heads = self._limits, {kernel.heads for kernel in growing_attention(self._spec)}
-        for past, rows in sorted({at for n in heads for at in long_pasts(limits.rows, limits.context_tokens, n)}):
-            yield (Span(range(rows), past, (), past + rows),)
+        for beside in (False, True) if self._plan.prompts_may_run_beside else (False,):
+            found = {at for n in heads for at in long_pasts(limits.rows, limits.context_tokens, n, beside=beside)}
+            for past, rows in sorted(found):
+                spans = (Span(range(rows), past, (), past + rows),)
+                yield partial(self._on.run, self._on.inputs, rows, spans, beside_decode=beside)
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
@@ -250,21 +253,24 @@ class Stage:
         self._hybrid.end_pass()
 
 
-def long_pasts(most_rows: int, context_tokens: int, heads: int) -> Iterator[tuple[int, int]]:
+def long_pasts(
+    most_rows: int, context_tokens: int, heads: int, *, beside: bool = False
+) -> Iterator[tuple[int, int]]:  # fmt: skip
     """The first (past, rows) whose tiles merge their segments in one launch, two and three, with the most rows that fit
-    into the context."""
+    into the context. beside: decode steps."""
     short, seen = SEGMENT_TOKENS[-1], {0}
     for past in range(0, context_tokens, short):
         rows = min(most_rows, context_tokens - past)
-        launches = {merges(tile.covered) for tile in tiles_of(rows, past, segment_rows(heads), short)}
+        launches = {merges(tile.covered, beside=beside) for tile in tiles_of(rows, past, segment_rows(heads), short)}
         if launches - seen:
             seen |= launches
             yield past, rows
 
 
-def merges(covered: int) -> int:
-    """The number of launches that merge the segments of so many positions, at most 3: more have the kernels of 3."""
-    segments = sum(1 for _ in segments_of(covered, SEGMENT_TOKENS))
+def merges(covered: int, *, beside: bool = False) -> int:
+    """The number of launches that merge the segments of so many positions, at most 3: more have the kernels of 3.
+    beside: decode steps."""
+    segments = sum(1 for _ in segments_of(covered, SHORT_SEGMENT_TOKENS if beside else SEGMENT_TOKENS))
     return min(3, -(-segments // SEGMENTS_MERGED))
 
 

@@ -63,16 +63,20 @@ class DeviceSteps:
     def _inputs_of(self, rows: int, sequences: int, rows_each: int = 0) -> DeviceInputs:
         return DeviceInputs(rows, sequences, self._most_pages, rows_each=rows_each, device=self._device)
 
-    def step(self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = ()) -> tuple[Tensor, Step]:
+    def step(
+        self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = (), *, beside_decode: bool = False
+    ) -> tuple[Tensor, Step]:  # fmt: skip
         """The model's arguments for the first `rows` rows of the inputs. spans: those of the inputs, if the launches
-        are for these alone; without them, launches serve any sequences."""
+        are for these alone; without them, launches serve any sequences. beside_decode: see AttentionBatch."""
         lens = tuple(len(s.tokens) for s in spans), tuple(s.start + len(s.tokens) for s in spans)
-        batch = AttentionBatch(*lens, (), inputs.slots[:rows], inputs.batch)
+        batch = AttentionBatch(*lens, (), inputs.slots[:rows], inputs.batch, beside_decode=beside_decode)
         return inputs.tokens[:rows], Step(batch, self._angles.of(inputs.positions[:rows]), self._caches)
 
-    def run(self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = ()) -> None:
-        """Compute hidden[:rows] from the first `rows` rows of the inputs. spans: see `step`."""
-        tokens, step = self.step(inputs, rows, spans)
+    def run(
+        self, inputs: DeviceInputs, rows: int, spans: Sequence[Span] = (), *, beside_decode: bool = False
+    ) -> None:  # fmt: skip
+        """Compute hidden[:rows] from the first `rows` rows of the inputs. spans, beside_decode: see `step`."""
+        tokens, step = self.step(inputs, rows, spans, beside_decode=beside_decode)
         self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
 
     def bring(self, hidden: Tensor, rows: int) -> None:

@@ -257,7 +257,7 @@ class GraphExecutor:
         for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
             own.copy()
-            tokens, inputs = self._on.step(own, rows, spans)
+            tokens, inputs = self._on.step(own, rows, spans, beside_decode=step.alone and share > 0)
             # Other steps overwrite the buffers of dynamic angles.
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
