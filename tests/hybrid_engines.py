@@ -48,7 +48,7 @@ class Split:
     """Placement of experts. share: fraction of each layer's experts on the device, spread over the ids. inclusive: RAM
     has a copy of them as well. in_place: the device reads half of the missed experts in RAM, rounded up. prefill: a
     value of --prefill, with a ring of ring_bytes; None: prompts are not streamed. deferred: --deferred-experts. beside:
-    for a simulated device: prompts that leave the CPU alone run beside decode steps, though one after the other."""
+    prompts that leave the CPU alone run beside decode steps, on a simulated device one after the other."""
 
     share: float
     inclusive: bool = False
@@ -138,7 +138,7 @@ def load_split(
         chosen = top_k(spec)
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
-            spaces = gpu.GpuSpaces(device_ops, limits.rows, chosen)
+            spaces = gpu.GpuSpaces(device_ops, limits.rows, chosen, beside=split.prefill is not None)  # as the queues
             experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces, faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731

@@ -14,8 +14,8 @@ import msgspec
 MAX_ITL = 2.5  # times the undisturbed gap
 LEAST_ALLOWANCE = 0.1  # of a decode step: so much time prompts get on average if an absolute limit leaves less
 # A turn while nothing decodes. A cancelled prompt waits for up to three of them: everything was given back after 120 ms
-# with turns of 30 ms, after 90 with 15 (docs/lab/prefill-h200.md).
-ALONE_S = 0.012
+# with turns of 30 ms, after 87 with 12 and 56 with 6 (docs/lab/prefill-h200.md).
+ALONE_S = 0.006
 ALONE_BLOCK_S = 0.05  # longest block while nothing decodes: a request that comes then waits for it
 FIRST_TOKENS = 512  # size of the first prefill step while nothing decodes
 # Least size of a prefill step beside decode. A block reads most experts however few its tokens, so prompts crawl in
