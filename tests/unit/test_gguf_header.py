@@ -126,6 +126,14 @@ def test_split_files(tmp_path: Path) -> None:
         gguf_index(names[0])
 
 
+def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
+    """Parts of two downloads that were split at other tensors: which one is right is unknown."""
+    names = split(tmp_path)
+    write(names[2], lambda w: w.add_tensor("t0", np.zeros(4, dtype=np.float32)))
+    with pytest.raises(WeightsError, match=r"The tensor t0 is both in .*m-00001-of-00003.gguf and in .*m-00003-of-"):
+        gguf_index(names[0])
+
+
 def patched(file: Path, at: int, raw: bytes) -> Path:
     data = bytearray(file.read_bytes())
     data[at : at + len(raw)] = raw

@@ -17,7 +17,7 @@ from typing import Any
 
 from proa.errors import WeightsError
 from proa.native.formats import Stored, stored_types
-from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.index import FETCH_AGAIN, TensorInfo, merge
 from proa.weights.placeholder import refuse_placeholder
 
 # Type ids of tensors; the names are those of the gguf package.
@@ -57,12 +57,13 @@ class GgufHeader:
 def gguf_index(file: Path) -> GgufHeader:
     """Read the header of a GGUF file, or of all parts of a split one; `file` may be any part.
 
-    Raises WeightsError for damaged files, missing parts and tensors of types that cannot be loaded.
+    Raises WeightsError for damaged files, missing parts, tensors in two parts and tensors of types that cannot be
+    loaded.
     """
     first, *rest = _parts(file)
     header = _read(first)
     for part in rest:
-        header.tensors.update(_read(part).tensors)
+        merge(header.tensors, _read(part).tensors)
     return header
 
 
