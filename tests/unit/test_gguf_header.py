@@ -208,6 +208,12 @@ def test_folder_with_gguf_files(tmp_path: Path) -> None:
     assert "Give the path" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tower-of-babel.gguf", "m-00002-of-16.gguf"])
+def test_a_name_that_only_looks_like_that_of_a_part(tmp_path: Path, name: str) -> None:
+    make_tiny_gguf("llama2", tmp_path / name)
+    assert open_checkpoint(tmp_path).path == tmp_path / name
+
+
 def keys_of(file: Path) -> dict[str, Any]:
     return {k: v for k, v in gguf_index(file).metadata.items() if v is not None}
 
