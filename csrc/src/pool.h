@@ -189,6 +189,9 @@ class Pool {
         int node = 0, cpu = -1, rank = 0;  // rank: in its team
         int64_t longest_ns = 0;            // of its tasks, decaying
         std::unique_ptr<OnLane[]> on;      // by lane
+
+        Worker() = default;
+        ~Worker();
     };
 
     static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
@@ -197,6 +200,7 @@ class Pool {
     std::span<Worker> callers() const { return {callers_.get(), size_t(lanes())}; }
     void prepare(Worker& worker) const;
     void start(Worker& worker);
+    void end();
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
     void take_lane(Lane& lane);

@@ -1,16 +1,33 @@
 // The pool: every task is published exactly once, whichever worker runs it and however late it is.
 #include "pool.h"
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <sched.h>
 
+#include <cerrno>
 #include <chrono>
 #include <deque>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 
 using namespace proa;
+
+namespace {
+
+std::atomic<int> threads_left{1 << 20};  // that the system starts before it refuses
+
+}  // namespace
+
+// In place of the C library's, which this calls: a system with a limit of threads.
+extern "C" PROA_API int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*),
+                                       void* argument) {
+    static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+    return threads_left.fetch_sub(1) > 0 ? create(thread, attributes, run, argument) : EAGAIN;
+}
 
 namespace {
 
@@ -60,6 +77,21 @@ void every_task_is_published_once() {
             }
         }
     }
+}
+
+void a_refused_thread_is_an_error() {
+    for (int left : {0, 1, 4}) {
+        threads_left.store(left);
+        std::string what;
+        try {
+            const Pool pool({.teams = {{0, 0, 0}, {0, 0}}, .pin = false});
+        } catch (const Error& error) {
+            CHECK(error.code() == PROA_ERROR_SYSTEM);
+            what = error.what();
+        }
+        CHECK(what.find("refused to start one of 5 worker threads: ") != std::string::npos);
+    }
+    threads_left.store(1 << 20);
 }
 
 void sleeping_workers_wake() {
@@ -331,6 +363,7 @@ void a_dead_worker_is_an_error() {
 
 int main() {
     every_task_is_published_once();
+    a_refused_thread_is_an_error();
     sleeping_workers_wake();
     only_those_in_use_work();
     inactive_workers_do_not_work();
