@@ -133,6 +133,7 @@ class Pool {
         kill_.store(true);
         wake();
     }
+    void skip_phases_for_test(uint64_t count);  // as if every lane had run so many
 
   private:
     static constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
@@ -159,6 +160,7 @@ class Pool {
         alignas(64) std::atomic<int> tasks{0};
         std::atomic<uint64_t> epoch{0};  // of the open phase: no task of a later one is started
         std::unique_ptr<std::atomic<uint32_t>[]> claims;
+        uint32_t rounds = 0;  // used by the caller: how often epochs have begun anew
         std::atomic<bool> busy{false};
         bool announced = false;  // used by the caller: the phase after the open one is posted
 
@@ -207,6 +209,7 @@ class Pool {
     void check(const Phase& phase) const;
     static void post(Lane& lane, const Phase& phase, uint64_t epoch);
     void open(Lane& lane, const Phase& phase);
+    static void forget_claims(Lane& lane);
     static void close(Lane& lane);
     bool next_task(int lane, Worker& worker, Task& task);
     bool first_task(int lane, Worker& worker, Task& task);
