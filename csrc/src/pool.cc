@@ -110,6 +110,7 @@ void Pool::prepare(Worker& worker) const {
 void Pool::start(Worker& worker) {
     worker.alive.store(true);
     try {
+        if (options_.starting_for_test) options_.starting_for_test();
         worker.thread = std::thread([this, &worker] { serve(worker); });
     } catch (const std::system_error& error) {
         throw Error(PROA_ERROR_SYSTEM, "The system refused to start one of " + std::to_string(workers_.size()) +

@@ -77,6 +77,7 @@ struct PoolOptions {
     bool redo = true;                          // repeat tasks of a preempted worker, unless the phase is at_home
     int lanes = 1;                             // callers that may run phases at the same time; at least 1
     void (*taken_for_test)() = nullptr;        // called between taking a task and beginning it
+    void (*starting_for_test)() = nullptr;     // called before a thread is started; may throw as starting it may
 };
 
 class Pool {

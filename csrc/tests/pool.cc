@@ -1,8 +1,6 @@
 // The pool: every task is published exactly once, whichever worker runs it and however late it is.
 #include "pool.h"
 
-#include <dlfcn.h>
-#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -10,25 +8,13 @@
 #include <chrono>
 #include <deque>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 
 using namespace proa;
-
-namespace {
-
-std::atomic<int> threads_left{1 << 20};  // that the system starts before it refuses
-
-}  // namespace
-
-// In place of the C library's, which this calls: a system with a limit of threads.
-extern "C" PROA_API int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*),
-                                       void* argument) {
-    static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
-    return threads_left.fetch_sub(1) > 0 ? create(thread, attributes, run, argument) : EAGAIN;
-}
 
 namespace {
 
@@ -81,18 +67,21 @@ void every_task_is_published_once() {
 }
 
 void a_refused_thread_is_an_error() {
-    for (int left : {0, 1, 4}) {
-        threads_left.store(left);
+    static int left;  // threads that the system starts before it refuses
+    const auto start = [] {
+        if (left-- == 0) throw std::system_error(EAGAIN, std::generic_category());
+    };
+    for (int started : {0, 1, 4}) {
+        left = started;
         std::string what;
         try {
-            const Pool pool({.teams = {{0, 0, 0}, {0, 0}}, .pin = false});
+            const Pool pool({.teams = {{0, 0, 0}, {0, 0}}, .pin = false, .starting_for_test = start});
         } catch (const Error& error) {
             CHECK(error.code() == PROA_ERROR_SYSTEM);
             what = error.what();
         }
         CHECK(what.find("refused to start one of 5 worker threads: ") != std::string::npos);
     }
-    threads_left.store(1 << 20);
 }
 
 // Task numbers that only some phases have may be used again after exactly as many phases as there are epochs.
