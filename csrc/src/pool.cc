@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -77,7 +78,28 @@ Pool::Pool(PoolOptions options)
         }
     }
     threads_.store(int(workers_.size()) + 1);
-    for (auto& worker : workers_) start(*worker);
+    try {
+        for (auto& worker : workers_) start(*worker);
+    } catch (...) {
+        end();
+        throw;
+    }
+}
+
+Pool::~Pool() { end(); }
+
+// Ends the workers that have been started.
+void Pool::end() {
+    stop_.store(true);
+    wake();
+    gate_.fetch_add(1);
+    gate_.notify_all();
+    for (auto& worker : workers_)
+        if (worker->thread.joinable()) worker->thread.join();
+}
+
+Pool::Worker::~Worker() {
+    if (scratch) munmap(scratch, kScratchBytes);
 }
 
 void Pool::prepare(Worker& worker) const {
@@ -87,7 +109,15 @@ void Pool::prepare(Worker& worker) const {
 
 void Pool::start(Worker& worker) {
     worker.alive.store(true);
-    worker.thread = std::thread([this, &worker] { serve(worker); });
+    try {
+        if (options_.starting_for_test) options_.starting_for_test();
+        worker.thread = std::thread([this, &worker] { serve(worker); });
+    } catch (const std::system_error& error) {
+        throw Error(PROA_ERROR_SYSTEM, "The system refused to start one of " + std::to_string(workers_.size()) +
+                                           " worker threads: " + error.code().message() +
+                                           ". Raise its limit of threads (ulimit -u; of a container pids.max, for "
+                                           "Docker --pids-limit), or use fewer: --threads.");
+    }
     if (!options_.pin || worker.cpu < 0) return;
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
@@ -100,18 +130,6 @@ void Pool::start(Worker& worker) {
     }
     if (const int error = pthread_setaffinity_np(worker.thread.native_handle(), sizeof cpus, &cpus))
         unbound_ = "A worker thread could not be bound to " + which + ": " + std::strerror(error) + ".";
-}
-
-Pool::~Pool() {
-    stop_.store(true);
-    wake();
-    gate_.fetch_add(1);
-    gate_.notify_all();
-    for (auto& worker : workers_) {
-        worker->thread.join();
-        munmap(worker->scratch, kScratchBytes);
-    }
-    for (Worker& caller : callers()) munmap(caller.scratch, kScratchBytes);
 }
 
 void Pool::run(const Phase& phase, int lane_index, const Phase* then) {

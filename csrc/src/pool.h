@@ -77,6 +77,7 @@ struct PoolOptions {
     bool redo = true;                          // repeat tasks of a preempted worker, unless the phase is at_home
     int lanes = 1;                             // callers that may run phases at the same time; at least 1
     void (*taken_for_test)() = nullptr;        // called between taking a task and beginning it
+    void (*starting_for_test)() = nullptr;     // called before a thread is started; may throw as starting it may
 };
 
 class Pool {
@@ -133,6 +134,7 @@ class Pool {
         kill_.store(true);
         wake();
     }
+    void skip_phases_for_test(uint64_t count);  // as if every lane had run so many
 
   private:
     static constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
@@ -159,6 +161,7 @@ class Pool {
         alignas(64) std::atomic<int> tasks{0};
         std::atomic<uint64_t> epoch{0};  // of the open phase: no task of a later one is started
         std::unique_ptr<std::atomic<uint32_t>[]> claims;
+        uint32_t rounds = 0;  // used by the caller: how often epochs have begun anew
         std::atomic<bool> busy{false};
         bool announced = false;  // used by the caller: the phase after the open one is posted
 
@@ -189,6 +192,9 @@ class Pool {
         int node = 0, cpu = -1, rank = 0;  // rank: in its team
         int64_t longest_ns = 0;            // of its tasks, decaying
         std::unique_ptr<OnLane[]> on;      // by lane
+
+        Worker() = default;
+        ~Worker();
     };
 
     static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
@@ -197,12 +203,14 @@ class Pool {
     std::span<Worker> callers() const { return {callers_.get(), size_t(lanes())}; }
     void prepare(Worker& worker) const;
     void start(Worker& worker);
+    void end();
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
     void take_lane(Lane& lane);
     void check(const Phase& phase) const;
     static void post(Lane& lane, const Phase& phase, uint64_t epoch);
     void open(Lane& lane, const Phase& phase);
+    static void forget_claims(Lane& lane);
     static void close(Lane& lane);
     bool next_task(int lane, Worker& worker, Task& task);
     bool first_task(int lane, Worker& worker, Task& task);

@@ -16,10 +16,23 @@ constexpr size_t kAllSeen = ~size_t(0);
 // Opens a phase, which it posts unless it was announced: workers start its tasks.
 void Pool::open(Lane& lane, const Phase& phase) {
     const uint64_t epoch = after(lane.epoch.load(std::memory_order_relaxed));
+    if (epoch == 0 && lane.claims) forget_claims(lane);
     lane.done.store(0, std::memory_order_relaxed);
     lane.tasks.store(phase.begin[phase.nodes], std::memory_order_relaxed);
     if (!lane.announced) post(lane, phase, epoch);
     lane.epoch.store(epoch, std::memory_order_seq_cst);
+}
+
+// Epochs begin anew: tasks that were last published 2^24 phases ago must not count as published in this one. Meanwhile
+// no phase is open, and the mark is new, so that no late worker publishes again: see execute().
+void Pool::forget_claims(Lane& lane) {
+    lane.epoch.store(~uint64_t(0), std::memory_order_seq_cst);  // the one before 0, too
+    const uint32_t mark = uint32_t(kEpochMask) + 2 + lane.rounds++;
+    for (int task = 0; task < kMaxTasks; ++task) lane.claims[size_t(task)].store(mark, std::memory_order_release);
+}
+
+void Pool::skip_phases_for_test(uint64_t count) {
+    for (Lane& lane : all_lanes()) lane.epoch.store((lane.epoch.load() + count) & kEpochMask);
 }
 
 // Posts a phase: workers can take its tasks, but not start them.

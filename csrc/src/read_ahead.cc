@@ -64,7 +64,8 @@ ReadAhead::~ReadAhead() {
 void ReadAhead::begin(const Experts& experts, const std::vector<int>& ids) {
     end();
     if (ids.empty()) return;
-    Pieces& pieces = turns_[++turn_ % kTurns];
+    if (++turn_ % kTurns == 0) host_.pool.settle();  // from here on all pieces are used again
+    Pieces& pieces = turns_[turn_ % kTurns];
     pieces.cut(experts, ids, host_.pool.threads());
     Phase phase{};
     pieces.tasks().describe(phase);

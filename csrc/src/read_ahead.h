@@ -48,7 +48,7 @@ class ReadAhead {
     ReadAhead(const ReadAhead&) = delete;
     ReadAhead& operator=(const ReadAhead&) = delete;
 
-    // Lets idle workers start reading; returns at once. ids: as for Pieces::cut.
+    // Lets idle workers start reading, and returns without waiting for them. ids: as for Pieces::cut.
     void begin(const Experts& experts, const std::vector<int>& ids);
     void end();
 
@@ -56,7 +56,8 @@ class ReadAhead {
     const Pieces* of(const Experts& experts) const;
 
   private:
-    static constexpr size_t kTurns = 4;  // used in rotation: a late worker may still read earlier pieces
+    // Used in rotation: a late worker may still read earlier pieces. Once around, begin() waits for late workers.
+    static constexpr size_t kTurns = 16;
     Host& host_;
     Pieces turns_[kTurns];
     size_t turn_ = 0;

@@ -99,8 +99,8 @@ struct Problem {
         queries = random.rows(size_t(rows) * size_t(q_stride), 2);
         if (c.sinks) sinks = random.floats(size_t(c.heads), 3);
         const size_t slots = size_t(pages) * size_t(c.page_tokens) * size_t(c.kv_heads);
-        cached_keys.assign(slots * size_t(c.key_dim * elem_bytes()), 0x7f);  // NaN in either type
-        cached_values.assign(slots * size_t(c.value_dim * elem_bytes()), 0x7f);
+        cached_keys.assign(slots * size_t(c.key_dim * elem_bytes()), 0xff);  // NaN in either type
+        cached_values.assign(slots * size_t(c.value_dim * elem_bytes()), 0xff);
         for (int i = 0; i < most_pages * int(c.q_lens.size()); ++i) table.push_back(i);
         for (size_t i = table.size(); i > 1; --i) std::swap(table[i - 1], table[size_t(random.below(int(i)))]);
         for (size_t s = 0; s < c.q_lens.size(); ++s) fill(s, random);

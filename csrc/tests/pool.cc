@@ -2,9 +2,13 @@
 #include "pool.h"
 
 #include <sched.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <deque>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -59,6 +63,43 @@ void every_task_is_published_once() {
                 CHECK(count.each_once());
             }
         }
+    }
+}
+
+void a_refused_thread_is_an_error() {
+    static int left;  // threads that the system starts before it refuses
+    const auto start = [] {
+        if (left-- == 0) throw std::system_error(EAGAIN, std::generic_category());
+    };
+    for (int started : {0, 1, 4}) {
+        left = started;
+        std::string what;
+        try {
+            const Pool pool({.teams = {{0, 0, 0}, {0, 0}}, .pin = false, .starting_for_test = start});
+        } catch (const Error& error) {
+            CHECK(error.code() == PROA_ERROR_SYSTEM);
+            what = error.what();
+        }
+        CHECK(what.find("refused to start one of 5 worker threads: ") != std::string::npos);
+    }
+}
+
+// Task numbers that only some phases have may be used again after exactly as many phases as there are epochs.
+void epochs_begin_anew() {
+    constexpr uint64_t kEpochs = 1 << 24;
+    for (int workers : {0, 2}) {
+        Pool pool({.teams = {std::vector<int>(size_t(workers), 0)}, .pin = false, .spin_us = 50});
+        const auto run = [&](int tasks) {
+            Count count(tasks);
+            pool.run(counting(count, 1));
+            pool.settle();
+            CHECK(count.each_once());
+        };
+        alarm(20);  // an error is a phase that does not end
+        run(2000);
+        pool.skip_phases_for_test(kEpochs - 3);
+        for (int tasks : {1, 1, 2000}) run(tasks);
+        alarm(0);
     }
 }
 
@@ -331,6 +372,8 @@ void a_dead_worker_is_an_error() {
 
 int main() {
     every_task_is_published_once();
+    a_refused_thread_is_an_error();
+    epochs_begin_anew();
     sleeping_workers_wake();
     only_those_in_use_work();
     inactive_workers_do_not_work();

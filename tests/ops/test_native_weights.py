@@ -351,6 +351,17 @@ def test_activations_and_biases(pool, kind, biased):
         check(pool, layer, bits, x, *routing(tokens, 3, 2, seed=tokens))
 
 
+@pytest.mark.parametrize("kind", list(Activation), ids=lambda k: k.name)
+def test_nan_propagates_through_every_activation(pool, kind):
+    layer = Layer(Format.INT4_F16, 32, 3, hidden=96, width=40, kind=kind)
+    for tokens in (1, 6, 40):
+        bits, _ = activations(tokens, 96, seed=tokens)
+        bits[::2, 5] = 0x7FC0
+        y = layer.run(pool, bits, *routing(tokens, 3, 2, seed=tokens))
+        assert np.isnan(y[::2]).all()
+        assert np.isfinite(y[1::2]).all()
+
+
 @pytest.mark.parametrize(
     "ids",
     [np.zeros((20, 1), np.int32), np.full((3, 2), -1, np.int32), np.array([[0, -1], [-1, 3], [3, 3]], np.int32)],

@@ -126,6 +126,14 @@ def test_split_files(tmp_path: Path) -> None:
         gguf_index(names[0])
 
 
+def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
+    """Parts of two downloads that were split at other tensors: which one is right is unknown."""
+    names = split(tmp_path)
+    write(names[2], lambda w: w.add_tensor("t0", np.zeros(4, dtype=np.float32)))
+    with pytest.raises(WeightsError, match=r"The tensor t0 is both in .*m-00001-of-00003.gguf and in .*m-00003-of-"):
+        gguf_index(names[0])
+
+
 def patched(file: Path, at: int, raw: bytes) -> Path:
     data = bytearray(file.read_bytes())
     data[at : at + len(raw)] = raw
@@ -198,6 +206,12 @@ def test_folder_with_gguf_files(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"there are 2: one.gguf, two.gguf") as caught:
         open_checkpoint(tmp_path)
     assert "Give the path" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tower-of-babel.gguf", "m-00002-of-16.gguf"])
+def test_a_name_that_only_looks_like_that_of_a_part(tmp_path: Path, name: str) -> None:
+    make_tiny_gguf("llama2", tmp_path / name)
+    assert open_checkpoint(tmp_path).path == tmp_path / name
 
 
 def keys_of(file: Path) -> dict[str, Any]:

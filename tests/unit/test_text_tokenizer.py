@@ -422,6 +422,33 @@ def test_an_unknown_pre_tokenizer_is_refused(folder: Path, tmp_path: Path, value
         Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", **values))
 
 
+@pytest.mark.parametrize("name", ["padding", "unknown"])
+def test_an_id_that_is_no_token_may_be_unneeded(folder: Path, tmp_path: Path, name: str) -> None:
+    """Converted fine-tunes have it whose padding token was added without an embedding."""
+    tokenizer = Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", **{f"{name}_token_id": 100_000}))
+    assert tokenizer.encode("Hello") == Tokenizer.load(folder).encode("Hello")
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
+def test_an_id_that_is_no_token_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    path = byte_level_gguf(folder, tmp_path / "m.gguf", **{f"{name}_token_id": 100_000})
+    with pytest.raises(TokenizerError, match=rf"has \d+ tokens, but tokenizer.ggml.{name}_token_id is 100000"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "has 3 tokens, but tokenizer.ggml.scores has 0 entries"),
+        ({"scores": [0.0, 1.0]}, "tokenizer.ggml.scores has 2 entries"),
+        ({"scores": [0.0, 1.0, 2.0], "token_type": [1]}, "tokenizer.ggml.token_type has 1 entries"),
+    ],
+)
+def test_arrays_of_another_length_are_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(TokenizerError, match=says):
+        Tokenizer.load(write_gguf(tmp_path / "m.gguf", "llama", ["<unk>", "a", "b"], **values))
+
+
 def test_an_unknown_kind_of_gguf_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model 'bert'"):
         Tokenizer.load(write_gguf(tmp_path / "m.gguf", "bert", ["a"]))

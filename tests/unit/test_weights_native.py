@@ -24,6 +24,7 @@ from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory, RowSink
 from proa.ops.staging import DeviceRows, Staging
+from proa.weights import rows as weights_rows
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 from tiny import make_tiny, reference_params, tiny_reference
@@ -177,6 +178,36 @@ def test_pickle_checkpoint(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with Pool([[], [0]], pin=False) as pool:
         assert_same(Loaded(folder, pool).values, load(folder, torch.bfloat16))
+
+
+def test_pickled_experts_that_are_transposed_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch saves views as views. Only pages of the file are dropped: dropping those of the heap loses memory of
+    others."""
+    folder = make_tiny("qwen2-moe", tmp_path)
+    want = load(folder, torch.bfloat16)
+    views = {
+        name: tensor.mT.contiguous().mT if ".experts." in name else tensor
+        for name, tensor in tiny_reference("qwen2-moe").state_dict().items()
+    }
+    torch.save(views, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    dropped: list[str] = []
+
+    def drop(pages: torch.Tensor) -> None:
+        dropped.append(mapped_at(pages.data_ptr()))
+
+    monkeypatch.setattr(weights_rows, "_forget_pages", drop)
+    assert_same(load(folder, torch.bfloat16), want)
+    assert set(dropped) == {str(folder / "pytorch_model.bin")}
+
+
+def mapped_at(address: int) -> str:
+    """The file that this process has mapped at an address; "" for other memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line[73:]
+    return ""
 
 
 @pytest.mark.demo

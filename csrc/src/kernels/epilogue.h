@@ -2,18 +2,18 @@
 // isa/kernels.h for the contract of each function.
 #pragma once
 
+// With a NaN operand, min and max return the second operand: NaN propagates.
 inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
     switch (kind) {
         case Activation::kSilu: return mul(mul(gate, sigmoid(gate)), up);
         case Activation::kClampedSwiglu: {  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped
-            // With a NaN operand, min and max return the second operand: NaN propagates.
             const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
             return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
         }
         case Activation::kNone: return gate;
         case Activation::kRelu2: break;
     }
-    const F32 positive = max(gate, zero());
+    const F32 positive = max(zero(), gate);
     return mul(positive, positive);
 }
 

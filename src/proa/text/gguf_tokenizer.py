@@ -6,7 +6,7 @@ not list is refused: text that is split differently than in training gives plaus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.gguf_header import gguf_metadata
 
 _REMEDY = "Give the folder of the original tokenizer.json with --tokenizer PATH."
+_SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _ENDS = ("<|return|>", "<|call|>")  # both end an answer of gpt-oss, but GGUF has one key for eos
 
 
@@ -39,10 +40,11 @@ def read_gguf(path: Path) -> TokenizerSource:
             f"The tokenizer in {path} has tokenizer.ggml.model {kind!r}; Proa reads 'gpt2' and 'llama'.",
             _REMEDY,
         )
-    backend = _byte_level(ggml, _types(ggml)) if kind == "gpt2" else _sentencepiece(ggml, _types(ggml))
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: ggml.get(f"{key}_token_id") for name, key in names.items()}
-    special_tokens = {name: ggml["tokens"][i] for name, i in ids.items() if i is not None}
+    _check_lengths(ggml, ("token_type",) if kind == "gpt2" else ("token_type", "scores"), path)
+    ids = _special_ids(ggml, path)
+    backend = _byte_level(ggml, _types(ggml, ids)) if kind == "gpt2" else _sentencepiece(ggml, _types(ggml, ids))
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    special_tokens = {names[key]: ggml["tokens"][i] for key, i in ids.items() if key in names}
     bos_by_default = kind == "llama" or ggml.get("pre") in LLAMA3  # llama.cpp's default for files without the flag
     wrap_in(
         backend,
@@ -50,8 +52,36 @@ def read_gguf(path: Path) -> TokenizerSource:
         eos=special_tokens.get("eos_token") if ggml.get("add_eos_token", False) else None,
     )
     ends = [i for i, token in enumerate(ggml["tokens"]) if token in _ENDS]
-    eos_ids = token_ids(ids["eos_token"], ggml.get("eot_token_id"), ggml.get("eom_token_id"), ends)
+    eos_ids = token_ids(ids.get("eos"), ids.get("eot"), ids.get("eom"), ends)
     return TokenizerSource(backend, _templates(metadata), special_tokens, eos_ids)
+
+
+def _check_lengths(ggml: Mapping[str, Any], keys: Sequence[str], path: Path) -> None:
+    """Raise TokenizerError if one of these arrays, which have a number for each token, has more or fewer."""
+    count = len(ggml["tokens"])
+    for key in keys:
+        found = ggml.get(key, [] if key == "scores" else ggml["tokens"])
+        if len(found) != count:
+            raise TokenizerError(
+                f"The tokenizer in {path} has {count} tokens, but tokenizer.ggml.{key} has {len(found)} entries.",
+                _REMEDY,
+            )
+
+
+def _special_ids(ggml: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """The ids of the special tokens by their GGUF names. Raises TokenizerError for an id that is no token's, except
+    those that no text needs: converters write the id of a padding token that was added without an embedding."""
+    count, found = len(ggml["tokens"]), {}
+    for key in _SPECIAL:
+        token = ggml.get(f"{key}_token_id")
+        if token is None or (token >= count and key in ("padding", "unknown")):
+            continue
+        if token >= count:
+            raise TokenizerError(
+                f"The tokenizer in {path} has {count} tokens, but tokenizer.ggml.{key}_token_id is {token}.", _REMEDY
+            )
+        found[key] = token
+    return found
 
 
 def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokenizer:
@@ -84,14 +114,14 @@ def _sentencepiece(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Toke
     return build_backend(Pieces(ggml["tokens"], ggml["scores"], types, ggml.get("add_space_prefix", True)))
 
 
-def _types(ggml: Mapping[str, Any]) -> list[int]:
+def _types(ggml: Mapping[str, Any], special: Mapping[str, int]) -> list[int]:
     """Return every token's type; in files without types, only the named special tokens differ from NORMAL."""
     if "token_type" in ggml:
         return list(ggml["token_type"])
     types = [NORMAL] * len(ggml["tokens"])
     for name, kind in (("bos", CONTROL), ("eos", CONTROL), ("padding", CONTROL), ("unknown", UNKNOWN)):
-        if (token := ggml.get(f"{name}_token_id")) is not None:
-            types[token] = kind
+        if name in special:
+            types[special[name]] = kind
     return types
 
 

@@ -17,7 +17,7 @@ from proa.models.gguf import config_from_metadata, generation_from_metadata, ggu
 from proa.models.names import Declared
 from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.counts import GGUF_LAYER_COUNTS, LAYER_COUNTS, refuse_many_experts, refuse_more_layers
-from proa.weights.gguf_header import gguf_index
+from proa.weights.gguf_header import gguf_index, is_later_part
 from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, listed_files, safetensors_index, shard_files
 from proa.weights.placeholder import placeholder
 from proa.weights.quantised import collapse
@@ -125,7 +125,7 @@ def _only_gguf(folder: Path) -> Path:
     """The only GGUF model of a folder; the first part if it is split. mmproj files (vision projectors) do not count.
     Raises ModelNotFound for none or several."""
     found = sorted(f for f in folder.glob("*.gguf") if not f.name.startswith("mmproj"))
-    models = [f for f in found if "-of-" not in f.name or "-00001-of-" in f.name]
+    models = [f for f in found if not is_later_part(f)]
     if len(models) != 1:
         names = ", ".join(f.name for f in models) or "none"
         raise ModelNotFound(

@@ -17,7 +17,7 @@ from typing import Any
 
 from proa.errors import WeightsError
 from proa.native.formats import Stored, stored_types
-from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.index import FETCH_AGAIN, TensorInfo, merge
 from proa.weights.placeholder import refuse_placeholder
 
 # Type ids of tensors; the names are those of the gguf package.
@@ -41,7 +41,7 @@ _SHORTEST_KEY_BYTES, _SHORTEST_TENSOR_BYTES = 13, 32  # length, type, value; len
 _LONGEST_NAME_BYTES = 65535  # the specification's limit for keys; names of tensors are shorter
 _LONGEST_TEXT_BYTES = 1 << 26
 _LONGEST_ARRAY = 4096  # longer arrays belong to the vocabulary
-_SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class BrokenHeader(Exception):
@@ -57,12 +57,13 @@ class GgufHeader:
 def gguf_index(file: Path) -> GgufHeader:
     """Read the header of a GGUF file, or of all parts of a split one; `file` may be any part.
 
-    Raises WeightsError for damaged files, missing parts and tensors of types that cannot be loaded.
+    Raises WeightsError for damaged files, missing parts, tensors in two parts and tensors of types that cannot be
+    loaded.
     """
     first, *rest = _parts(file)
     header = _read(first)
     for part in rest:
-        header.tensors.update(_read(part).tensors)
+        merge(header.tensors, _read(part).tensors)
     return header
 
 
@@ -72,6 +73,12 @@ def gguf_metadata(file: Path) -> dict[str, Any]:
     Raises WeightsError for damaged files. 0.1 s for 150 000 tokens.
     """
     return _read(_parts(file)[0], keep_vocabulary=True).metadata
+
+
+def is_later_part(file: Path) -> bool:
+    """True for a part of a split model, by its name, unless it is the first."""
+    match = _SPLIT.fullmatch(file.name)
+    return match is not None and int(match["number"]) > 1
 
 
 def _parts(file: Path) -> list[Path]:

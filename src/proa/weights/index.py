@@ -114,7 +114,7 @@ def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
     """Index the tensors of safetensors files. Raises WeightsError for damaged files and names that appear twice."""
     index: dict[str, TensorInfo] = {}
     for file in files:
-        _merge(index, _safetensors_header(file))
+        merge(index, _safetensors_header(file))
     return index
 
 
@@ -186,7 +186,7 @@ def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
         for name, tensor in open_bin(file).items():
             kind = str(tensor.dtype).removeprefix("torch.")
             found[name] = TensorInfo(names.get(kind, kind), tuple(tensor.shape), file, 0, tensor.nbytes, name=name)
-        _merge(index, found)
+        merge(index, found)
     return index
 
 
@@ -212,7 +212,8 @@ def shard_files(index_file: Path) -> list[Path]:
     return files
 
 
-def _merge(index: dict[str, TensorInfo], found: Mapping[str, TensorInfo]) -> None:
+def merge(index: dict[str, TensorInfo], found: Mapping[str, TensorInfo]) -> None:
+    """Add the tensors of one more file to an index. Raises WeightsError for a name that is in both."""
     for name, tensor in found.items():
         if name in index:
             raise WeightsError(

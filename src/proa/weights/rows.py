@@ -103,20 +103,26 @@ class _MappedRows:
     def __init__(self, file: Path) -> None:
         self._tensors = open_bin(file)
         self._last: Tensor | None = None
+        self._copy: tuple[str, Tensor] | None = None  # the last tensor whose rows are not contiguous in the file
 
     def __enter__(self) -> _MappedRows:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._last = None
+        self._last = self._copy = None
         self._tensors.clear()
 
     def read(self, tensor: str, first: int, count: int) -> Tensor:
         if self._last is not None:
             _forget_pages(self._last)
+            self._last = None
         stored = self._tensors[tensor]
-        self._last = stored.reshape(-1, stored.shape[-1])[first : first + count]
-        return self._last
+        if stored.is_contiguous():
+            self._last = stored.view(-1, stored.shape[-1])[first : first + count]
+            return self._last
+        if self._copy is None or self._copy[0] != tensor:  # on the heap, whose pages must not be dropped
+            self._copy = tensor, stored.reshape(-1, stored.shape[-1])
+        return self._copy[1][first : first + count]
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> None:
         return None
