@@ -129,6 +129,13 @@ def test_a_quota_of_three_cores(tmp_path: Path) -> None:
     assert (machine.online_cpus, machine.usable_cores) == (64, 3)
 
 
+def test_a_mount_without_a_source_does_not_matter(tmp_path: Path) -> None:
+    """The kernel shows nothing, between two spaces, for `mount -t tmpfs "" /mnt`."""
+    files = host(4, 64, 60) | cgroup2("/box", {"box": {"cpu.max": "300000 100000"}})
+    files["proc/self/mountinfo"] = "35 1 0:30 / /mnt rw - tmpfs  rw\n" + files["proc/self/mountinfo"]
+    assert probe(tree(tmp_path, files)).quota_cores == 3.0
+
+
 def test_the_tightest_quota_of_all_levels_counts(tmp_path: Path) -> None:
     groups = {"box": {"cpu.max": "150000 100000"}, "box/app": {"cpu.max": "800000 100000"}}
     machine = probe(tree(tmp_path, host(64, 64, 60) | cgroup2("/box/app", groups)))
