@@ -202,7 +202,7 @@ IN_A_BOX = msgspec.structs.replace(SHORT_OF_RAM, memory_bound_by="the memory lim
          r"^Use --ram (?P<ram>\d+)M --ram-reserve (?P<ram_reserve>\d+)M, or a smaller"),
         (machine(20, gpu(24)), {"context": 32768}, r"^Use a machine with 4\d\.\d GiB of .*, a shorter --context"),
         (SHORT_OF_RAM, {}, r"^Free 8\.\d\d GiB of memory, or a smaller model"),
-        (IN_A_BOX, {}, r"^Raise the memory limit of control group /box by 8\.\d\d GiB, or a smaller model"),
+        (IN_A_BOX, {}, r"^Extend the memory limit of control group /box by 8\.\d\d GiB, or a smaller model"),
     ],
 )  # fmt: skip
 def test_what_helps_experts_that_ram_cannot_hold(box: Machine, asked: dict[str, Any], remedy: str) -> None:

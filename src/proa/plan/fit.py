@@ -247,7 +247,7 @@ def more_ram(case: Case, missing_bytes: int) -> tuple[str, bool]:
     flags = [f"--ram {size_flag(wanted)}"] if asked.ram is not None and asked.ram < wanted else []
     if wanted > machine.available_bytes:
         lacking, limit = format_bytes(wanted + reserve - machine.available_bytes), machine.memory_limit
-        freed = f"raise {limit} by {lacking}" if limit else f"free {lacking} of memory"
+        freed = f"extend {limit} by {lacking}" if limit else f"free {lacking} of memory"
         return " and use ".join([freed, *flags]), True
     spare = machine.available_bytes - wanted
     flags += [f"--ram-reserve {spare >> 20}M"] if spare < reserve else []
