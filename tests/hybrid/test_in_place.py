@@ -75,3 +75,17 @@ def test_logits_with_co_fetch_of_several_tokens(device: str, tmp_path: Path) -> 
     off = (alone - both).abs().amax(1)
     bound = (len(kept[0].hybrid.layers) + 1) * 2**-8 * alone.abs().max()
     assert (off.max() if device == "sim" else off.median()) <= bound
+
+
+def test_a_matrix_with_few_panels_lies_on_fewer_memory_nodes_than_another(tmp_path: Path) -> None:
+    """Gate and up of 16 neurons have one pair of panels, down of 64 rows has two: on four nodes one and two pieces, as
+    with the demo's 48 neurons three and four. A simulated GPU reads both in place."""
+    folder, texts, kept = make_tiny("qwen3-moe", tmp_path, moe_intermediate_size=16), prompts([TOKENS]), list[Kept]()
+    found = []
+    for teams in (1, 4):
+        with Pool([[0]] * teams, pin=False) as pool:
+            found.append(forced(fetching(folder, pool, Split(0.4, in_place=True), "sim", kept), texts, [PROMPT]))
+            up, down = kept[-1].hybrid.layers[0].memory.pieces()
+            kept[-1].close()
+    assert len(up) < len(down)
+    assert torch.equal(*found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ from hybrid.restless import Flight, PromptCopier, Restless, SlowCopy, check_plac
 from hybrid_engines import Kept, Split, load_split
 from proa.hybrid.copies import Copiers, Pairs
 from proa.hybrid.loans import slot_in
-from proa.hybrid.model import HybridModel
+from proa.hybrid.model import HybridModel, Placement
+from proa.models.spec import Model
 from proa.native.pool import Pool
 from teacher_forced import LIMITS, PAGES
 from tiny import make_tiny
@@ -125,11 +126,21 @@ class World:
                 assert not room.any()
 
 
-def new_world(folder: Path, pool: Pool) -> World:
+@dataclass(frozen=True)
+class FirstWhole(Split):
+    """All experts of the first layer are on the device."""
+
+    def placement(self, spec: Model) -> Placement:
+        of = super().placement(spec)
+        first, owners = min(of.owners), dict(of.owners)
+        return replace(of, owners=owners | {first: (0,) * len(owners[first])})
+
+
+def new_world(folder: Path, pool: Pool, of: type[Split] = Split) -> World:
     kept: list[Kept] = []
     copier = WatchedCopier()
     loaded = load_split(
-        make_tiny("qwen3-moe", folder), pool, Split(0.25, inclusive=True, spare=2), "sim",
+        make_tiny("qwen3-moe", folder), pool, of(0.25, inclusive=True, spare=2), "sim",
         lambda: Copiers(copier, PromptCopier()), kept,
     )  # fmt: skip
     loaded.make(LIMITS, PAGES)
@@ -187,6 +198,29 @@ def test_no_launch_reads_what_is_written(seed: int, pool: Pool, tmp_path: Path) 
     assert world.hybrid.moves._resident.sum() - before in range(-2, 3), "moves are under way"
     assert spare_slots(world.hybrid) + len(world.hybrid.moves._moves) == spare
     check_places(world.hybrid, inclusive=True, fewest=0)
+    check_bytes(world.hybrid)
+
+
+def test_a_layer_whole_on_the_device_stays_there(pool: Pool, tmp_path: Path) -> None:
+    """The CPU computes no expert of such a layer, so none may replace a spare slot that has left."""
+    world = new_world(tmp_path, pool, FirstWhole)
+    moves, tables = world.hybrid.moves, world.hybrid.tables
+    assert moves is not None
+    assert tables is not None
+    for _ in range(20):
+        for lot in range(LOTS):
+            world.lend(lot)
+        for _ in range(20):  # swaps make some rooms spare slots
+            world.begin()
+            world.end()
+            world.collect()
+        for lot in range(LOTS):
+            world.take_back(lot)
+        while world.away:
+            world.begin()
+            world.end()
+            world.collect()
+            assert (tables.owners[0, : world.hybrid.layers[0].memory.experts] == 0).all()
     check_bytes(world.hybrid)
 
 

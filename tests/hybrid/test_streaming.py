@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, pa
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch
 from proa.hybrid.ring import groups_of
-from proa.machine.cost.prefill import Division
+from proa.machine.cost.prefill import Division, divisions
 from proa.native.pool import Pool
 from teacher_forced import prompts
 
@@ -133,6 +135,22 @@ def test_decode_between_groups(family: str, device: str, load: Load) -> None:
     again = passed(executor, StepBatch(spans(texts)), decode)
     torch.testing.assert_close(again, alone, atol=0.12, rtol=0.05)  # the rates change the division
     assert (again - alone).abs().mean() < 0.01
+
+
+def test_layers_that_are_alike_are_divided_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of a prompt begin only when all layers are divided."""
+    keep, asked = list[Kept](), list[int]()
+
+    def counted(experts: int, *others: Any) -> list[Division]:
+        asked.append(experts)
+        return divisions(experts, *others)
+
+    monkeypatch.setattr("proa.hybrid.streaming.divisions", counted)
+    executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=1 << 22), "sim", rows=192, keep=keep)
+    layers = [len(layer.memory.in_ram) for layer in keep[0].hybrid.layers]
+    assert len(layers) > 1
+    passed(executor, StepBatch(spans(prompts([50]))))
+    assert asked == [layers[0]]
 
 
 @given(experts=st.lists(st.integers(0, 500), unique=True, max_size=60), count=st.integers(1, 12))

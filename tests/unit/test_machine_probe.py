@@ -12,6 +12,7 @@ from proa.errors import ResourceError
 from proa.machine.files import parse_cache_size, parse_cpu_list
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
+from topologies import HostFiles, NodeFiles
 
 GIB = 1 << 30
 UNLIMITED_V1 = "9223372036854771712"
@@ -129,6 +130,13 @@ def test_a_quota_of_three_cores(tmp_path: Path) -> None:
     assert (machine.online_cpus, machine.usable_cores) == (64, 3)
 
 
+def test_a_mount_without_a_source_does_not_matter(tmp_path: Path) -> None:
+    """The kernel shows nothing, between two spaces, for `mount -t tmpfs "" /mnt`."""
+    files = host(4, 64, 60) | cgroup2("/box", {"box": {"cpu.max": "300000 100000"}})
+    files["proc/self/mountinfo"] = "35 1 0:30 / /mnt rw - tmpfs  rw\n" + files["proc/self/mountinfo"]
+    assert probe(tree(tmp_path, files)).quota_cores == 3.0
+
+
 def test_the_tightest_quota_of_all_levels_counts(tmp_path: Path) -> None:
     groups = {"box": {"cpu.max": "150000 100000"}, "box/app": {"cpu.max": "800000 100000"}}
     machine = probe(tree(tmp_path, host(64, 64, 60) | cgroup2("/box/app", groups)))
@@ -163,6 +171,26 @@ def test_a_limit_above_free_memory_does_not_bind(tmp_path: Path) -> None:
     settings = {"memory.max": str(100 * GIB), "memory.current": "0"}
     machine = probe(tree(tmp_path, host(4, 64, 20) | cgroup2("/box", {"box": settings})))
     assert (machine.available_bytes, machine.memory_bound_by) == (20 * GIB, "free memory")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "available_gib", "bound_by"),
+    [
+        ((0, 1, 2), 64, "free memory"),
+        (None, 64, "free memory"),
+        ((0, 1), 64, "free memory"),  # node 2 has no memory
+        ((1,), 8, "the memory nodes of the cpuset, 1"),
+        ((1, 2), 8, "the memory nodes of the cpuset, 1-2"),
+    ],
+)
+def test_memory_of_other_nodes_is_not_available(
+    allowed: tuple[int, ...] | None, available_gib: int, bound_by: str, tmp_path: Path
+) -> None:
+    nodes = {0: NodeFiles((0, 1), 64, 56), 1: NodeFiles((2, 3), 64, 8), 2: NodeFiles((4,), 0)}
+    host_files = HostFiles(nodes=nodes, cores={core: (core,) for core in range(5)}, memory_nodes=allowed)
+    machine = probe(host_files.write(tmp_path))
+    assert (machine.available_bytes, machine.memory_bound_by) == (available_gib * GIB, bound_by)
+    assert machine.total_bytes == 128 * GIB
 
 
 def test_version_1_inside_a_container(tmp_path: Path) -> None:

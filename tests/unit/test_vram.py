@@ -184,7 +184,13 @@ def test_refusal_names_ram_and_vram() -> None:
         plan(QWEN3_30B, machine(20, gpu(24)), gpu="0")
 
 
+def test_a_refusal_names_the_limit_that_bounds_ram() -> None:
+    with pytest.raises(ResourceError, match=r"30\.0 GiB free of 64\.0 GiB, bound by the memory limit of .* /box\)"):
+        plan(QWEN3_30B, IN_A_BOX, gpu="0")
+
+
 SHORT_OF_RAM = msgspec.structs.replace(machine(64, gpu(24)), available_bytes=30 * GIB)
+IN_A_BOX = msgspec.structs.replace(SHORT_OF_RAM, memory_bound_by="the memory limit of control group /box")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +202,7 @@ SHORT_OF_RAM = msgspec.structs.replace(machine(64, gpu(24)), available_bytes=30 
          r"^Use --ram (?P<ram>\d+)M --ram-reserve (?P<ram_reserve>\d+)M, or a smaller"),
         (machine(20, gpu(24)), {"context": 32768}, r"^Use a machine with 4\d\.\d GiB of .*, a shorter --context"),
         (SHORT_OF_RAM, {}, r"^Free 8\.\d\d GiB of memory, or a smaller model"),
+        (IN_A_BOX, {}, r"^Extend the memory limit of control group /box by 8\.\d\d GiB, or a smaller model"),
     ],
 )  # fmt: skip
 def test_what_helps_experts_that_ram_cannot_hold(box: Machine, asked: dict[str, Any], remedy: str) -> None:

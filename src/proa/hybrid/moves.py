@@ -109,7 +109,9 @@ class Moves:
         self._resident = np.zeros((len(layers), tables.experts), bool)
         self._movable = np.zeros_like(self._resident)
         for i, layer in enumerate(layers):
-            self._movable[i, : layer.experts] = [owner in (CPU, layer.rank) for owner in layer.owners]
+            # A layer that is whole on the device has no doorbell: the CPU could not compute an expert that leaves.
+            own = (CPU, layer.rank) if layer.cpu_computes else ()
+            self._movable[i, : layer.experts] = [owner in own for owner in layer.owners]
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
         self._ended = 0

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.native.formats import Layout
 from proa.native.pool import Pool
-from proa.native.weights import Experts, Matrix, Rows, moe
+from proa.native.weights import Experts, Matrix, Piece, Rows, moe
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
 from proa.ops.device_reference import locate, record_faults
@@ -96,9 +97,9 @@ class SimExperts:
         number, made = self._at.get((up, down), (-1, None))
         if made is None or (number != expert and self._biases is not None):
             of = self._shape
-            gate_up, low = (
-                Matrix(layout, pieces_at(address, layout)) for layout, address in ((of.up, up), (of.down, down))
-            )
+            found = [(layout, pieces_at(address, layout)) for layout, address in ((of.up, up), (of.down, down))]
+            most = max(len(pieces) for _, pieces in found)
+            gate_up, low = (Matrix(layout, _filled(pieces, most, layout)) for layout, pieces in found)
             biases = {} if self._biases is None else {
                 "gate_bias": self._biases.up[expert].data_ptr(), "down_bias": self._biases.down[expert].data_ptr()
             }  # fmt: skip
@@ -112,3 +113,9 @@ class SimExperts:
         mine = at.up != 0
         of_device = {1 << k: None if own is None else own.where(mine[:, k, None], 0.0) for k in range(mine.shape[1])}
         record_faults(total, at, mine, self._faults, parts | of_device)
+
+
+def _filled(pieces: list[Piece], count: int, of: Layout) -> list[Piece]:
+    """The pieces with empty ones behind them: kernels need as many of gate and up as of down, but a matrix with few
+    panels lies on fewer memory nodes."""
+    return pieces + [Piece(of.panels, 0, 0, 0)] * (count - len(pieces))

@@ -217,23 +217,25 @@ class Streaming:
         if self._asked.mode == "stream":
             counts = [(self._in_ram(i), self._nbytes(i)) for i in self._streamed]
             return [Division(count, count * nbytes / self.rates.copy_bytes_per_s, 0.0) for count, nbytes in counts]
-        every = [self._divisions(i, tokens, chunks) for i in self._streamed]
+        kinds = [(self._in_ram(i), self._layers[i].experts, self._nbytes(i)) for i in self._streamed]
+        # once for layers that are alike: nothing is copied meanwhile
+        every = {kind: self._divisions(*kind, tokens, chunks) for kind in dict.fromkeys(kinds)}
         if self._asked.mode == "half":
-            return [of[len(of) // 2] for of in every]
-        found = [taken_of(of) for of in every]
+            return [every[kind][len(every[kind]) // 2] for kind in kinds]
+        taken = {kind: taken_of(of) for kind, of in every.items()}
+        found = [taken[kind] for kind in kinds]
         if not share:
             return found
-        whole = [of[-1] for of in every]
+        whole = [every[kind][-1] for kind in kinds]
         copied_s, divided_s = (sum(division.seconds for division in of) for of in (whole, found))
         return whole if beside_pays(copied_s, divided_s, share) else found
 
     def _is_whole(self, layer: int, division: Division) -> bool:
         return division.streamed == self._in_ram(layer)
 
-    def _divisions(self, layer: int, tokens: int, chunks: int) -> list[Division]:
-        count = self._in_ram(layer)
-        chosen = self._asked.top_k * count / self._layers[layer].experts
-        return divisions(count, self._nbytes(layer), tokens, chosen, self.rates, chunks)
+    def _divisions(self, in_ram: int, experts: int, nbytes: int, tokens: int, chunks: int) -> list[Division]:
+        """The divisions of a layer with so many experts, and with so many of these in RAM, of nbytes each."""
+        return divisions(in_ram, nbytes, tokens, self._asked.top_k * in_ram / experts, self.rates, chunks)
 
     def _nbytes(self, layer: int) -> int:
         """Bytes of an expert of the layer."""

@@ -51,7 +51,7 @@ def _levels(root: Path, controller: str) -> Iterator[_Level]:
     paths = _own_paths(root)
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
-        fields, (kind, _, options) = left.split(), right.split()[:3]
+        fields, (kind, _, options) = left.split(), right.split(" ")[:3]  # the source, in the middle, may be empty
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         if version is None or (version == 1 and controller not in options.split(",")):
             continue

@@ -63,3 +63,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Number of logical CPUs that can run at the same time, by affinity, cpuset and quota (rounded down); >= 1."""
         usable = len(self.usable_cpus)
         return usable if self.quota_cores is None else max(1, min(usable, int(self.quota_cores)))
+
+    @property
+    def memory_limit(self) -> str:
+        """The limit that leaves less memory than is free; "" if none does."""
+        return "" if self.memory_bound_by == "free memory" else self.memory_bound_by

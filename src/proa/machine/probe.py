@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from proa.config.env import cuda_environ
@@ -19,6 +20,7 @@ from proa.machine.files import (
 )
 from proa.machine.gpus import Nvml, find_gpus, torch_cuda
 from proa.machine.machine import Machine, NumaNode
+from proa.obs.units import format_ranges
 
 # Instruction sets of the matrix kernels (x86-64, then Arm).
 ISA_FLAGS = (
@@ -45,7 +47,7 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     l3, l3_bytes = _l3(root, cpus)
     nodes = _numa(root)
     found = find_gpus(cuda_environ(), root, nvml)
-    total, available, bound_by = _memory(parse_key_values(memory), limits, notes)
+    total, available, bound_by = _memory(parse_key_values(memory), limits, nodes, notes)
     if not nodes:
         notes.append("no NUMA information: treated as one node")
     if not cores:
@@ -154,12 +156,18 @@ def _node_available(facts: dict[str, str]) -> int | None:
     return sum(parse_kib(facts.get(name, "0 kB")) for name in ("MemFree", "Active(file)", "Inactive(file)"))
 
 
-def _memory(facts: dict[str, str], limits: CgroupLimits, notes: list[str]) -> tuple[int, int, str]:
+def _memory(
+    facts: dict[str, str], limits: CgroupLimits, nodes: Sequence[NumaNode], notes: list[str]
+) -> tuple[int, int, str]:
     """Return (total bytes, available bytes, what limits the latter)."""
     if "MemAvailable" not in facts:
         notes.append("the kernel does not report MemAvailable: MemFree is used")
-    available = parse_kib(facts.get("MemAvailable", facts["MemFree"]))
-    left = limits.memory_left_bytes
-    if left is not None and left < available:
-        return parse_kib(facts["MemTotal"]), left, f"the memory limit of control group {limits.memory_group}"
-    return parse_kib(facts["MemTotal"]), available, "free memory"
+    left = [(parse_kib(facts.get("MemAvailable", facts["MemFree"])), "free memory")]
+    if limits.memory_left_bytes is not None:
+        left.append((limits.memory_left_bytes, f"the memory limit of control group {limits.memory_group}"))
+    if any(node.memory_bytes != 0 and not node.memory_allowed for node in nodes):  # /proc/meminfo counts these too
+        allowed = [node for node in nodes if node.memory_allowed]
+        free = [node.available_bytes for node in allowed if node.available_bytes is not None]
+        if len(free) == len(allowed):
+            left.append((sum(free), f"the memory nodes of the cpuset, {format_ranges([node.id for node in allowed])}"))
+    return parse_kib(facts["MemTotal"]), *min(left, key=lambda of: of[0])

@@ -191,15 +191,12 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
 
 def _refusal(case: Case, short: Short) -> ResourceError:
     """The error with the demand and its parts, free memory, and flags that would help."""
-    machine, usable, total_bytes = case.machine, case.usable_bytes, short.total_bytes
+    usable, total_bytes = case.usable_bytes, short.total_bytes
     weights = "weights as stored" if case.stored else f"weights as {case.dtype}"
     listed = listed_parts(case, short, weights, "processes and loading")
-    free = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}"
-    if machine.memory_bound_by != "free memory":
-        free += f", bound by {machine.memory_bound_by}"
     return ResourceError(
         f"{case.model} does not fit into memory: it needs {format_bytes(total_bytes)} ({listed}), but "
-        f"{format_bytes(usable)} may be used ({free}).",
+        f"{format_bytes(usable)} may be used ({free_ram(case.machine)}).",
         _remedies(case, total_bytes, short.fitting),
     )
 
@@ -224,6 +221,12 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
+def free_ram(machine: Machine) -> str:
+    """The machine's free RAM, and the limit that bounds it, if one does."""
+    limit = f", bound by {machine.memory_limit}" if machine.memory_limit else ""
+    return f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}{limit}"
+
+
 def ram_reserve(asked: MachineOptions, machine: Machine) -> int:
     """Bytes of free RAM that stay free."""
     return min(1 << 30, machine.total_bytes // 20) if asked.ram_reserve is None else asked.ram_reserve
@@ -243,7 +246,8 @@ def more_ram(case: Case, missing_bytes: int) -> tuple[str, bool]:
         return f"use a machine with {format_bytes(wanted)} of free memory", False
     flags = [f"--ram {size_flag(wanted)}"] if asked.ram is not None and asked.ram < wanted else []
     if wanted > machine.available_bytes:
-        freed = f"free {format_bytes(wanted + reserve - machine.available_bytes)} of memory"
+        lacking, limit = format_bytes(wanted + reserve - machine.available_bytes), machine.memory_limit
+        freed = f"extend {limit} by {lacking}" if limit else f"free {lacking} of memory"
         return " and use ".join([freed, *flags]), True
     spare = machine.available_bytes - wanted
     flags += [f"--ram-reserve {spare >> 20}M"] if spare < reserve else []

@@ -332,7 +332,7 @@ def _ram(asked: MachineOptions, host: Host) -> tuple[int, tuple[Decision, Decisi
     machine = host.machine
     free, reserve, got = machine.available_bytes, ram_reserve(asked, machine), usable_ram(asked, machine)
     why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} reserved"
-    if machine.memory_bound_by != "free memory":
-        why += f"; bound by {machine.memory_bound_by}"
+    if machine.memory_limit:
+        why += f"; bound by {machine.memory_limit}"
     size = Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
     return got, (size, Decision("RAM speed", "auto", format_rate(host.ram.bytes_per_s), host.ram.source))

@@ -15,7 +15,17 @@ from proa.machine.machine import Gpu
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
-from proa.plan.fit import Case, Fitted, Short, least_context_bytes, listed_parts, more_ram, reach, size_flag
+from proa.plan.fit import (
+    Case,
+    Fitted,
+    Short,
+    free_ram,
+    least_context_bytes,
+    listed_parts,
+    more_ram,
+    reach,
+    size_flag,
+)
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
@@ -465,13 +475,13 @@ def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> Resourc
 
 
 def _ram_refusal(case: Case, needed_bytes: int, room_bytes: int, resident: int) -> ResourceError:
-    machine, (more, _) = case.machine, more_ram(case, needed_bytes - room_bytes)
+    more, _ = more_ram(case, needed_bytes - room_bytes)
     lacks = f"RAM lacks {format_bytes(-room_bytes)} for the rest"
     has = f"RAM has {format_bytes(room_bytes)} for them" if room_bytes >= 0 else lacks
     shorter = "" if case.options.cache.context is None else "a shorter --context, "
     return ResourceError(
         f"{case.model} does not fit into VRAM and RAM together: of its routed experts {format_bytes(resident)} fit "
         f"into VRAM, {format_bytes(needed_bytes)} remain, and {has} "
-        f"({format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}).",
+        f"({free_ram(case.machine)}).",
         f"{more[0].upper()}{more[1:]}, {shorter}or a smaller model.",
     )
