@@ -1,4 +1,4 @@
-"""Streamed answers of all protocols, read by clients that divide text into lines as Python does (httpx's iter_lines)."""
+"""Streamed answers of all protocols, read by clients that divide text into lines as Python's splitlines does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from http_calls import USER, post
 
 from fakes import FakeEngine, Reply
-from http_calls import USER, post
 from proa.text.tokenizer import Tokenizer
 
 ANSWER = "one\u2028two\x85three\u2029Zürich"

@@ -139,7 +139,7 @@ class ApiClient:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """Yield a stream's lines. httpx's iter_lines also divides them at U+0085 and U+2028, which JSON text may contain."""
+    """Yield a stream's lines. httpx's iter_lines also cuts them at U+0085 and U+2028, which JSON text may contain."""
     begun = b""
     for data in answer.iter_bytes():
         *lines, begun = (begun + data).split(b"\n")
