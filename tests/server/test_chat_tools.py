@@ -55,6 +55,17 @@ def test_streamed_deltas(tokenizer: Tokenizer) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_an_answer_that_ends_with_its_call_is_not_generated_further(tokenizer: Tokenizer) -> None:
+    """The other answer of n 2 ends by itself; then the request has ended."""
+    called, plain = tokenizer.encode(f"{CALL}\n{CALL}"), tokenizer.encode("Hello")
+    engine = FakeEngine(lambda request: Reply(called if request.id.endswith("-0") else plain, delay_s=0.001))
+    body = {"messages": USER, "tools": TOOLS, "n": 2, "parallel_tool_calls": False}
+    first, second = post(tokenizer, CHAT, engine, json=body).json()["choices"]
+    assert [first["finish_reason"], second["finish_reason"]] == ["tool_calls", "stop"]
+    assert len(first["message"]["tool_calls"]) == 1
+    assert engine.aborted == [engine.requests[0].id]
+
+
 def test_without_tools_nothing_is_rewritten(tokenizer: Tokenizer) -> None:
     answer = post(tokenizer, CHAT, FakeEngine(Reply(tokenizer.encode(CALL))), json={"messages": USER})
     assert not {"x-proa-tools", "x-proa-messages"} & set(answer.headers)
