@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from proa.errors import RequestError
 from proa.types import Constraint, Tags
@@ -25,6 +25,8 @@ WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
+# Only a Lark grammar has this; its rule may be inlined (?) or keep its tokens (!).
+_LARK = re.compile(r"^\s*(%llguidance\b|[?!]*start\s*(\[.*\]\s*)?:(?!:=))", re.MULTILINE)
 # Keywords whose values are schemas: one, a list, or one for each name.
 _ONE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
         "propertyNames", "not", "if", "then", "else")  # fmt: skip
@@ -105,8 +107,10 @@ def _lark(constraint: Constraint) -> str:
             if not options or not all(isinstance(option, str) for option in options):
                 raise _error(constraint, "it is not a list of one or more strings", "Send the texts to choose from.")
             return "start: " + " | ".join(map(_literal, options))
+    if _LARK.search(constraint.text):
+        return constraint.text
     try:
-        return str(any_to_lark(constraint.text))
+        return str(gbnf_to_lark(constraint.text))
     except (Exception, RecursionError) as error:  # the converter raises plain Exception
         raise _error(constraint, f"the GBNF grammar is malformed: {error}", "Correct it.") from error
 
