@@ -55,6 +55,26 @@ def test_streamed_deltas(tokenizer: Tokenizer) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+HALF = CALL.replace("007", "\\ud83d")  # of a pair of surrogates: no text has it alone
+CLAUDES = [{"name": "get_weather", "input_schema": {"type": "object"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "found"),
+    [
+        (CHAT, {"tools": TOOLS}, '{\\"zip\\": \\"\ufffd\\"}'),
+        ("/v1/messages", {"tools": CLAUDES, "max_tokens": 999}, '"input":{"zip":"\ufffd"}'),
+        ("/api/chat", {"tools": TOOLS, "stream": False}, '"arguments":{"zip":"\ufffd"}'),
+    ],
+    ids=["OpenAI", "Anthropic", "Ollama"],
+)
+def test_arguments_with_half_a_character(path: str, body: dict[str, Any], found: str, tokenizer: Tokenizer) -> None:
+    """JSON may escape half of a surrogate pair, which cannot be written as UTF-8 nor read in the next request."""
+    answer = post(tokenizer, path, FakeEngine(Reply(tokenizer.encode(HALF))), json={"messages": USER, **body})
+    assert answer.status_code == 200, answer.text
+    assert found in answer.text
+
+
 def test_an_answer_that_ends_with_its_call_is_not_generated_further(tokenizer: Tokenizer) -> None:
     """The other answer of n 2 ends by itself; then the request has ended."""
     called, plain = tokenizer.encode(f"{CALL}\n{CALL}"), tokenizer.encode("Hello")
