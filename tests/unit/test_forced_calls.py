@@ -134,6 +134,19 @@ def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
     assert caught.value.param == "tools[odd].parameters.properties.a.uniqueItems"
 
 
+@pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
+def test_parameters_are_read_as_other_schemas_are(calls: CallFormat) -> None:
+    """Formats that are annotations are dropped, and whitespace has a bound, wherever a parameter's schema stands."""
+    links = {"type": "array", "items": {"type": "string", "format": "uri-template"}}
+    parameters = {"type": "object", "properties": {"links": links}, "required": ["links"]}
+    tools = [{"type": "function", "function": {"name": "open", "parameters": parameters}}]
+    found = call_grammar(calls, tools, ["open"], only_one=True)
+    assert found is not None
+    text = OWN.get(calls.name, WRITERS[calls.name][0])("open", {"links": ["a", "b"]})
+    assert accepts(found, text)
+    assert not accepts(found, text.replace('["a"', '[\n\n\n"a"'))
+
+
 IN_ELEMENTS = [f for f in FORCED if f.parameter]
 
 

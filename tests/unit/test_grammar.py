@@ -33,6 +33,17 @@ PERSON = {
 CALL = Tag('<call>{"args": ', Constraint.json(PERSON), "}</call>")
 
 
+def union(*required: str, **more: Any) -> Constraint:
+    """One of two definitions, told apart by the property `kind`, as pydantic writes it."""
+    pets = {
+        kind: {"type": "object", "required": list(required),
+               "properties": {"kind": {"const": kind, "type": "string"}, "age": {"type": "integer"}}}
+        for kind in ("cat", "dog")
+    }  # fmt: skip
+    branches = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
+    return Constraint.json({"oneOf": branches, "$defs": pets, **more})
+
+
 def spelt(text: str) -> list[int]:
     return list(text.encode())
 
@@ -47,6 +58,14 @@ ACCEPTED: dict[str, tuple[Constraint, list[str], list[str]]] = {
     "json": (Constraint.json(PERSON), ['{"name": "Ed","age":7}', '{\n  "name": "é",\n  "age": 0\n}'],
              ['{"name":"Ed"}', '{"name":"Eduard","age":7}', '{   "name":"Ed","age":7}', "[]"]),
     "compact": (Constraint.json(PERSON, whitespace=""), ['{"name":"Ed","age":7}'], ['{"name": "Ed","age":7}']),
+    "union": (union("kind"), ['{"kind":"cat","age":1}', '{"kind":"dog"}'], ['{"kind":"cow"}', '{"age":1}']),
+    "union with discriminator": (union(discriminator={"propertyName": "kind"}),
+                                 ['{"kind":"dog","age":1}'], ['{"age":1}', "{}"]),
+    "nullable": (Constraint.json({"oneOf": [{"type": "null"}, {"$ref": "#/definitions/a"}],
+                                  "definitions": {"a": {"type": "array", "uniqueItems": False}}}),
+                 ["null", "[1]"], ["1"]),
+    "record": (Constraint.json({"type": "object", "propertyNames": {"type": "string"},
+                                "additionalProperties": {"type": "integer"}}), ["{}", '{"é":1}'], ['{"a":"b"}']),
     "true": (Constraint.json(True), ["[1, {}]", '"a"'], ["a"]),
     "text": (Constraint.json('{"const": "a"}'), ['"a"'], ['"b"']),
     "regex": (Constraint.regex(r"[a-c]{2}/\d\n?"), ["ab/5", "ab/5\n"], ["ab5", "abc/5", "xab/5"]),
@@ -108,6 +127,7 @@ REFUSED: dict[str, tuple[Constraint, str, str]] = {
                    "minLength"),
     "overlapping oneOf": (Constraint.json({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
                           "constraint.oneOf", "oneOf"),
+    "overlapping definitions": (union(), "constraint.oneOf", "tells its schemas apart"),
     "never": (Constraint.json(False), "constraint", "not"),
     "own options": (Constraint.json({"x-guidance": {"lenient": True}, "not": {}}), "constraint.not", "not"),
     "no JSON": (Constraint.json("{nope"), "constraint", "not JSON"),

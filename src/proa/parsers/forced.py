@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proa.errors import RequestError
+from proa.grammar.json_schema import for_llguidance
 from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
 from proa.parsers.typed import is_text
@@ -30,12 +31,12 @@ def call_grammar(
         begin, _, end = calls.written.partition("ARGUMENTS")
         begin = begin.replace("NAME", name)
         is_free = not forced and functions[name].get("strict") is not True
-        schema = functions[name].get("parameters") or {"type": "object"}
+        schema, path = functions[name].get("parameters") or {"type": "object"}, f"tools[{name}].parameters"
         if calls.parameter:
-            _check(schema, f"tools[{name}].parameters")
-            content = Constraint.grammar(_parameters(calls.parameter, schema), param=f"tools[{name}].parameters")
+            _check(schema, path)
+            content = Constraint.grammar(_parameters(calls.parameter, schema, path), param=path)
         else:
-            content = Constraint.json({"type": "object"} if is_free else schema, param=f"tools[{name}].parameters")
+            content = Constraint.json({"type": "object"} if is_free else schema, param=path)
         tags.append(Tag(begin, content, end))
     at_most = 1 if only_one or calls.ends_answer else None
     if forced:
@@ -58,7 +59,7 @@ def _check(schema: Any, path: str) -> None:
             raise RequestError(f"{place} is {str(enum)[:100]!r}.", "It must be a list.", param=place)
 
 
-def _parameters(written: str, schema: Schema) -> str:
+def _parameters(written: str, schema: Schema, path: str) -> str:
     """Write a Lark grammar for the parameters of a function, in the order of its schema, in the form `written`."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
@@ -78,7 +79,8 @@ def _parameters(written: str, schema: Schema) -> str:
             texts = " | ".join(_literal(v if isinstance(v, str) else json.dumps(v)) for v in own["enum"])
             rules.append(f"p{i}: {_literal(begin)} ({texts}) {_literal(end)}")
         else:
-            rules.append(f"p{i}: {_literal(begin)} %json {json.dumps({**shared, **own})} {_literal(end)}")
+            content = Constraint.json({**shared, **own}, param=f"{path}.properties.{key}")
+            rules.append(f"p{i}: {_literal(begin)} %json {json.dumps(for_llguidance(content))} {_literal(end)}")
     return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
 
 
