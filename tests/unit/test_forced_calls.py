@@ -150,6 +150,35 @@ def test_parameters_are_read_as_other_schemas_are(calls: CallFormat) -> None:
 IN_ELEMENTS = [f for f in FORCED if f.parameter]
 
 
+COLOUR: dict[str, Any] = {"$ref": "#/$defs/Colour"}
+FEW_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "definition": (COLOUR, ["red", "blue"], ["green", None]),
+    "one definition": ({"allOf": [COLOUR], "description": "A colour."}, ["blue"], ["green"]),
+    "const": ({"const": "red"}, ["red"], ["blue"]),
+    "or null": ({"anyOf": [COLOUR, {"type": "null"}], "default": None}, ["red", None], ["green", 5]),
+    "or a number": ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, ["auto", 5], ["green", True]),
+    "types": ({"type": ["string", "integer"], "enum": ["red", 5]}, ["red", 5], ["blue", 6]),
+    "empty enum": ({"type": "string", "enum": []}, ["red"], []),
+}
+
+
+@pytest.mark.parametrize("name", FEW_TEXTS)
+@pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
+def test_texts_that_a_schema_lists(calls: CallFormat, name: str) -> None:
+    own, good, bad = FEW_TEXTS[name]
+    parameters = {"properties": {"colour": own}, "required": ["colour"], "$defs": {"Colour": {"enum": ["red", "blue"]}}}
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": parameters}}]
+    found = call_grammar(calls, tools, ["paint"], only_one=True)
+    assert found is not None
+    texts = {str(value): WRITERS[calls.name][0]("paint", {"colour": value}) for value in [*good, *bad]}
+    assert [value for value in good if not accepts(found, texts[str(value)])] == []
+    assert [value for value in bad if accepts(found, texts[str(value)])] == []
+    for value in good:
+        parser = format_of(calls.name, "none", Vocabulary(())).parser(Tools.of(tools), "", "", 0)
+        ((_, arguments),) = read(parser.feed(texts[str(value)]) + parser.finish("stop")).calls
+        assert json.loads(arguments) == {"colour": value}
+
+
 @pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
 @pytest.mark.parametrize(
     ("parameters", "place"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from proa.errors import RequestError
 from proa.grammar.json_schema import for_llguidance
 from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
-from proa.parsers.typed import is_text
+from proa.parsers.typed import is_text, reference
 from proa.types import Constraint, Tag, Tags
+
+_DEPTH = 8  # of nested anyOf and $ref
+_CHOICES = ("anyOf", "oneOf", "allOf")
 
 
 def call_grammar(
@@ -65,23 +68,57 @@ def _parameters(written: str, schema: Schema, path: str) -> str:
     properties = properties if isinstance(properties, dict) else {}
     required = schema.get("required")
     required = required if isinstance(required, list) else []
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    begin, _, end = written.partition("VALUE")
     rules, order = [], []
     for i, (key, value) in enumerate(properties.items()):
-        own = value if isinstance(value, dict) else {}
-        is_string = is_text(own, schema)
-        begin, _, end = written.partition("VALUE")
-        begin = begin.replace("STRING", json.dumps(is_string)).replace("KEY", key)
         order.append(f"p{i}" if key in required else f"p{i}?")
-        if is_string and not own.get("enum"):
-            rules += [f"p{i}: {_literal(begin)} v{i}", f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}"]
-        elif is_string:
-            texts = " | ".join(_literal(v if isinstance(v, str) else json.dumps(v)) for v in own["enum"])
-            rules.append(f"p{i}: {_literal(begin)} ({texts}) {_literal(end)}")
-        else:
-            content = Constraint.json({**shared, **own}, param=f"{path}.properties.{key}")
-            rules.append(f"p{i}: {_literal(begin)} %json {json.dumps(for_llguidance(content))} {_literal(end)}")
+        forms = list(_forms(value if isinstance(value, dict) else {}, schema, f"{path}.properties.{key}", _DEPTH))
+        has_any_text = (True, "") in forms
+        ways = []
+        for is_string in (True, False):
+            texts = " | ".join(form for kind, form in forms if kind == is_string and form)
+            own = _literal(begin.replace("STRING", json.dumps(is_string)).replace("KEY", key))
+            if is_string and has_any_text:
+                ways.append(f"{own} v{i}")
+                rules.append(f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}")
+            elif texts and not (has_any_text and "STRING" not in begin):  # any text includes the others
+                ways.append(f"{own} ({texts}) {_literal(end)}")
+        rules.append(f"p{i}: {' | '.join(ways)}")
     return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
+
+
+def _forms(schema: Schema, root: Schema, path: str, depth: int) -> Iterator[tuple[bool, str]]:
+    """Yield the forms that a value may have: whether it is a string, and its grammar; empty for any text."""
+    target = reference(schema.get("$ref"), root)
+    if target is not None and depth:
+        yield from _forms({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root, path, depth - 1)
+        return
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    parts: list[Any] = next((p for word in _CHOICES if isinstance(p := schema.get(word), list)), [])
+    kinds = schema.get("type")
+    if isinstance(values, list) and values:
+        yield from ((True, _literal(value)) for value in values if isinstance(value, str))
+        values = [value for value in values if not isinstance(value, str)]
+        if values:
+            yield False, _json({"enum": values}, root, path)
+    elif (
+        parts and all(isinstance(part, dict) for part in parts) and depth and ("allOf" not in schema or len(parts) == 1)
+    ):
+        for part in parts:
+            yield from _forms(part, root, path, depth - 1)
+    elif isinstance(kinds, list) and "string" in kinds and depth:
+        for kind in kinds:
+            yield from _forms({**schema, "type": kind}, root, path, depth - 1)
+    elif is_text(schema, root):
+        yield True, ""
+    else:
+        yield False, _json(schema, root, path)
+
+
+def _json(schema: Schema, root: Schema, path: str) -> str:
+    """Write the grammar of a JSON value."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"%json {json.dumps(for_llguidance(Constraint.json({**shared, **schema}, param=path)))}"
 
 
 def _literal(text: str) -> str:

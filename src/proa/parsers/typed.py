@@ -97,14 +97,14 @@ def _kinds(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict):
                 yield from _kinds(part, root, depth - 1)
-    target = _target(schema.get("$ref"), root)
+    target = reference(schema.get("$ref"), root)
     if target is not None:
         yield from _kinds(target, root, depth - 1)
     if schema.get("nullable") is True:
         yield "null"
 
 
-def _target(ref: Any, root: Schema) -> Schema | None:
+def reference(ref: Any, root: Schema) -> Schema | None:
     """Return the schema that a $ref of the form "#/$defs/Name" points to, or None."""
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
