@@ -158,6 +158,7 @@ FEW_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "or null": ({"anyOf": [COLOUR, {"type": "null"}], "default": None}, ["red", None], ["green", 5]),
     "or a number": ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, ["auto", 5], ["green", True]),
     "types": ({"type": ["string", "integer"], "enum": ["red", 5]}, ["red", 5], ["blue", 6]),
+    "names itself": ({"$ref": "#/$defs/Loop"}, ["red", None], ["blue", 5]),
     "empty enum": ({"type": "string", "enum": []}, ["red"], []),
 }
 
@@ -166,7 +167,9 @@ FEW_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 @pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
 def test_texts_that_a_schema_lists(calls: CallFormat, name: str) -> None:
     own, good, bad = FEW_TEXTS[name]
-    parameters = {"properties": {"colour": own}, "required": ["colour"], "$defs": {"Colour": {"enum": ["red", "blue"]}}}
+    loop = {"anyOf": [*[{"$ref": "#/$defs/Loop"}] * 100, {"const": "red"}, {"type": "null"}]}
+    defs = {"Colour": {"enum": ["red", "blue"]}, "Loop": loop}
+    parameters = {"properties": {"colour": own}, "required": ["colour"], "$defs": defs}
     tools = [{"type": "function", "function": {"name": "paint", "parameters": parameters}}]
     found = call_grammar(calls, tools, ["paint"], only_one=True)
     assert found is not None

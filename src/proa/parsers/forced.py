@@ -13,7 +13,6 @@ from proa.parsers.formats import CallFormat
 from proa.parsers.typed import is_text, reference
 from proa.types import Constraint, Tag, Tags
 
-_DEPTH = 8  # of nested anyOf and $ref
 _CHOICES = ("anyOf", "oneOf", "allOf")
 
 
@@ -72,7 +71,7 @@ def _parameters(written: str, schema: Schema, path: str) -> str:
     rules, order = [], []
     for i, (key, value) in enumerate(properties.items()):
         order.append(f"p{i}" if key in required else f"p{i}?")
-        forms = list(_forms(value if isinstance(value, dict) else {}, schema, f"{path}.properties.{key}", _DEPTH))
+        forms = list(_forms(value if isinstance(value, dict) else {}, schema, f"{path}.properties.{key}"))
         has_any_text = (True, "") in forms
         ways = []
         for is_string in (True, False):
@@ -87,32 +86,30 @@ def _parameters(written: str, schema: Schema, path: str) -> str:
     return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
 
 
-def _forms(schema: Schema, root: Schema, path: str, depth: int) -> Iterator[tuple[bool, str]]:
+def _forms(schema: Schema, root: Schema, path: str) -> Iterator[tuple[bool, str]]:
     """Yield the forms that a value may have: whether it is a string, and its grammar; empty for any text."""
-    target = reference(schema.get("$ref"), root)
-    if target is not None and depth:
-        yield from _forms({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root, path, depth - 1)
-        return
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    parts: list[Any] = next((p for word in _CHOICES if isinstance(p := schema.get(word), list)), [])
-    kinds = schema.get("type")
-    if isinstance(values, list) and values:
-        yield from ((True, _literal(value)) for value in values if isinstance(value, str))
-        values = [value for value in values if not isinstance(value, str)]
-        if values:
-            yield False, _json({"enum": values}, root, path)
-    elif (
-        parts and all(isinstance(part, dict) for part in parts) and depth and ("allOf" not in schema or len(parts) == 1)
-    ):
-        for part in parts:
-            yield from _forms(part, root, path, depth - 1)
-    elif isinstance(kinds, list) and "string" in kinds and depth:
-        for kind in kinds:
-            yield from _forms({**schema, "type": kind}, root, path, depth - 1)
-    elif is_text(schema, root):
-        yield True, ""
-    else:
-        yield False, _json(schema, root, path)
+    seen: set[int] = set()  # ids: a definition may stand behind any number of references
+    left: list[Schema] = [schema]
+    while left:
+        one = left.pop()
+        values = [one["const"]] if "const" in one else one.get("enum")
+        parts: list[Any] = next((p for word in _CHOICES if isinstance(p := one.get(word), list)), [])
+        kinds = one.get("type")
+        if (target := reference(one.get("$ref"), root)) is not None:
+            left += [] if id(target) in seen else [{**target, **{k: v for k, v in one.items() if k != "$ref"}}]
+            seen.add(id(target))
+        elif isinstance(values, list) and values:
+            yield from ((True, _literal(value)) for value in values if isinstance(value, str))
+            if others := [value for value in values if not isinstance(value, str)]:
+                yield False, _json({"enum": others}, root, path)
+        elif parts and all(isinstance(part, dict) for part in parts) and ("allOf" not in one or len(parts) == 1):
+            left += parts
+        elif isinstance(kinds, list) and "string" in kinds:
+            left += [{**one, "type": kind} for kind in kinds]
+        elif is_text(one, root):
+            yield True, ""
+        else:
+            yield False, _json(one, root, path)
 
 
 def _json(schema: Schema, root: Schema, path: str) -> str:
