@@ -139,3 +139,36 @@ def test_a_constrained_answer_of_gpt_oss_is_a_final_message(tmp_path: Path) -> N
     assert (constraint.kind, constraint.param) == ("tags", "response_format")
     (tag,) = msgspec.json.decode(constraint.text, type=Tags).tags
     assert (tag.begin, tag.end, tag.content.kind) == ("<|channel|>final<|message|>", "", "json")
+    post(tokenizer, CHAT, engine, json={**body, "tools": TOOLS})
+    constraint = engine.requests[1].sampling.constraint
+    assert constraint is not None
+    begins = [tag.begin for tag in msgspec.json.decode(constraint.text, type=Tags).tags]
+    assert begins == [tag.begin, "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}),
+        ("/v1/messages", {"messages": USER, "tools": CLAUDES, "max_tokens": 9,
+                          "output_config": {"format": {"type": "json_object"}}}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "name": "get_weather"}],
+                           "text": {"format": {"type": "json_object"}}}),
+        ("/api/chat", {"messages": USER, "tools": TOOLS, "format": "json"}),
+    ],
+    ids=["chat", "messages", "responses", "Ollama"],
+)  # fmt: skip
+def test_a_constrained_answer_may_be_a_call(path: str, body: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Agents send tools and the form of the final answer with each request."""
+    engine = FakeEngine(Reply(tokenizer.encode("{}")))
+    assert post(tokenizer, path, engine, json=body).status_code == 200
+    constraint = engine.requests[0].sampling.constraint
+    assert constraint is not None
+    tags = msgspec.json.decode(constraint.text, type=Tags)
+    assert [tag.begin for tag in tags.tags] == ["", '<tool_call>\n{"name": "get_weather", "arguments": ']
+    assert (tags.triggers, tags.at_most) == ((), 1)
+    no_tools = {**body, "tools": None}
+    assert post(tokenizer, path, engine, json=no_tools).status_code == 200
+    constraint = engine.requests[1].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind == "json"

@@ -13,9 +13,9 @@ from grammars import EOS, allowed, matcher, random_answer, text_of
 from proa.errors import RequestError
 from proa.parsers.calls import Tools
 from proa.parsers.choose import HARMONY
-from proa.parsers.forced import call_grammar
+from proa.parsers.forced import call_grammar, text_or_call
 from proa.parsers.formats import CALLS, HARMONY_CALLS, CallFormat
-from proa.types import Constraint
+from proa.types import Constraint, Tag
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -120,8 +120,20 @@ def test_strict_calls_in_free_text(calls: CallFormat) -> None:
     assert accepts(found, "Just text.")
     assert accepts(found, f"{text}{good} And {text}{good}")
     assert not accepts(found, text + bad)
-    if not calls.parameter:
-        assert accepts(found, text + write("now", {"any": 1}))
+    assert accepts(found, text + write("now", {"any": 1}))
+
+
+@pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
+def test_text_of_a_form_or_one_call(calls: CallFormat) -> None:
+    odd = {"type": "object", "properties": {"any": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    found = text_or_call(calls, tools, Tag("", Constraint.json({"type": "array", "items": {"type": "integer"}})))
+    write = OWN.get(calls.name, WRITERS[calls.name][0])
+    call = write("get_weather", GOOD)
+    assert accepts(found, "[1, 2]")
+    assert accepts(found, call)
+    assert accepts(found, write("odd", {"any": [1, 1]})), "without strict, arguments are not held to the schema"
+    assert not any(accepts(found, text) for text in ("", "So:", '["a"]', f"[1]{call}", f"{call}{call}"))
 
 
 def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:

@@ -22,11 +22,28 @@ def call_grammar(
     """Constrain the calls of an answer to what the functions' schemas accept.
 
     forced: the answer is one or more calls of these functions. If empty, calls of any function may stand in free text;
-    a function without `strict` then takes any object, if the format's arguments are JSON. only_one: at most one call.
-    Returns None for a format without a grammar. Raises RequestError for parameters of the wrong type.
+    a function without `strict` then takes any arguments. only_one: at most one call. Returns None for a format without
+    a grammar. Raises RequestError for parameters of the wrong type.
     """
     if calls is None or not calls.written:
         return None
+    tags = _tags(calls, tools, forced)
+    at_most = 1 if only_one or calls.ends_answer else None
+    if forced:
+        return Constraint.tags(Tags(tags=tags, separator="\n", at_most=at_most), param="tool_choice")
+    if not calls.trigger:
+        return None
+    found = Tags(tags=tags, triggers=(calls.trigger,), at_least=0, at_most=at_most)
+    return Constraint.tags(found, param="tools")
+
+
+def text_or_call(calls: CallFormat | None, tools: Sequence[dict[str, Any]], text: Tag) -> Constraint:
+    """Constrain an answer to a text of a given form, or to one call; if the format has no grammar, to the text."""
+    others = _tags(calls, tools, ()) if calls is not None and calls.written else ()
+    return Constraint.tags(Tags(tags=(text, *others), at_most=1), param=text.content.param)
+
+
+def _tags(calls: CallFormat, tools: Sequence[dict[str, Any]], forced: Sequence[str]) -> tuple[Tag, ...]:
     functions = {str(tool["function"].get("name")): tool["function"] for tool in tools}
     tags = []
     for name in forced or functions:
@@ -34,19 +51,15 @@ def call_grammar(
         begin = begin.replace("NAME", name)
         is_free = not forced and functions[name].get("strict") is not True
         schema, path = functions[name].get("parameters") or {"type": "object"}, f"tools[{name}].parameters"
-        if calls.parameter:
+        if not calls.parameter:
+            content = Constraint.json({"type": "object"} if is_free else schema, param=path)
+        elif is_free:
+            content = Constraint.grammar(_any_parameters(calls.parameter), param=path)
+        else:
             _check(schema, path)
             content = Constraint.grammar(_parameters(calls.parameter, schema, path), param=path)
-        else:
-            content = Constraint.json({"type": "object"} if is_free else schema, param=path)
         tags.append(Tag(begin, content, end))
-    at_most = 1 if only_one or calls.ends_answer else None
-    if forced:
-        return Constraint.tags(Tags(tags=tuple(tags), separator="\n", at_most=at_most), param="tool_choice")
-    if not calls.trigger:
-        return None
-    found = Tags(tags=tuple(tags), triggers=(calls.trigger,), at_least=0, at_most=at_most)
-    return Constraint.tags(found, param="tools")
+    return tuple(tags)
 
 
 def _check(schema: Any, path: str) -> None:
@@ -84,6 +97,15 @@ def _parameters(written: str, schema: Schema, path: str) -> str:
                 ways.append(f"{own} ({texts}) {_literal(end)}")
         rules.append(f"p{i}: {' | '.join(ways)}")
     return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
+
+
+def _any_parameters(written: str) -> str:
+    """Write a Lark grammar for parameters of any name and value, in the form `written`."""
+    begin, _, end = written.partition("VALUE")
+    head, _, tail = begin.partition("KEY")
+    tails = dict.fromkeys(_literal(tail.replace("STRING", word)) for word in ("true", "false"))
+    rule = f'p: {_literal(head)} /[^<>"\\n]+/ ({" | ".join(tails)}) v'
+    return f"start: p*\n{rule}\nv[lazy]: /(.|\\n)*/ {_literal(end)}"
 
 
 def _forms(schema: Schema, root: Schema, path: str) -> Iterator[tuple[bool, str]]:
