@@ -64,6 +64,10 @@ ACCEPTED: dict[str, tuple[Constraint, list[str], list[str]]] = {
     "nullable": (Constraint.json({"oneOf": [{"type": "null"}, {"$ref": "#/definitions/a"}],
                                   "definitions": {"a": {"type": "array", "uniqueItems": False}}}),
                  ["null", "[1]"], ["1"]),
+    "names of definitions": (Constraint.json(
+        {"anyOf": [{"$ref": f"#/definitions/{name}"} for name in ("Map<string,日本>", "List[int]", "a%20b", "c d")],
+         "definitions": {name: {"const": name} for name in ("Map<string,日本>", "List[int]", "a b", "c d")}}),
+        ['"Map<string,日本>"', '"List[int]"', '"a b"', '"c d"'], ['"x"']),
     "record": (Constraint.json({"type": "object", "propertyNames": {"type": "string"},
                                 "additionalProperties": {"type": "integer"}}), ["{}", '{"é":1}'], ['{"a":"b"}']),
     "true": (Constraint.json(True), ["[1, {}]", '"a"'], ["a"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from proa.errors import RequestError
 from proa.types import Constraint
@@ -78,6 +79,8 @@ def _rewrite(schema: object, root: object) -> None:
     for key, value in _NO_DEMANDS:
         if key in schema and schema[key] == value and type(schema[key]) is type(value):
             del schema[key]
+    if isinstance(schema.get("$ref"), str):  # generators write names with < and [ as they are, which no URI may have
+        schema["$ref"] = quote(schema["$ref"], safe="#/:?&=%@!$'()*+,;~")
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema and _exclude_each_other(schema, root):
         schema["anyOf"] = schema.pop("oneOf")
     for _, child in children(schema):
