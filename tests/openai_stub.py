@@ -93,7 +93,7 @@ def _stream(handler: BaseHTTPRequestHandler, stub: Stub) -> None:
     handler.end_headers()
 
     def event(content: object) -> None:
-        handler.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+        handler.wfile.write(b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n")
         handler.wfile.flush()
 
     event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})

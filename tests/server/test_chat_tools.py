@@ -55,6 +55,37 @@ def test_streamed_deltas(tokenizer: Tokenizer) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+HALF = CALL.replace("007", "\\ud83d")  # of a pair of surrogates: no text has it alone
+CLAUDES = [{"name": "get_weather", "input_schema": {"type": "object"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "found"),
+    [
+        (CHAT, {"tools": TOOLS}, '{\\"zip\\": \\"\ufffd\\"}'),
+        ("/v1/messages", {"tools": CLAUDES, "max_tokens": 999}, '"input":{"zip":"\ufffd"}'),
+        ("/api/chat", {"tools": TOOLS, "stream": False}, '"arguments":{"zip":"\ufffd"}'),
+    ],
+    ids=["OpenAI", "Anthropic", "Ollama"],
+)
+def test_arguments_with_half_a_character(path: str, body: dict[str, Any], found: str, tokenizer: Tokenizer) -> None:
+    """JSON may escape half of a surrogate pair, which cannot be written as UTF-8 nor read in the next request."""
+    answer = post(tokenizer, path, FakeEngine(Reply(tokenizer.encode(HALF))), json={"messages": USER, **body})
+    assert answer.status_code == 200, answer.text
+    assert found in answer.text
+
+
+def test_an_answer_that_ends_with_its_call_is_not_generated_further(tokenizer: Tokenizer) -> None:
+    """The other answer of n 2 ends by itself; then the request has ended."""
+    called, plain = tokenizer.encode(f"{CALL}\n{CALL}"), tokenizer.encode("Hello")
+    engine = FakeEngine(lambda request: Reply(called if request.id.endswith("-0") else plain, delay_s=0.001))
+    body = {"messages": USER, "tools": TOOLS, "n": 2, "parallel_tool_calls": False}
+    first, second = post(tokenizer, CHAT, engine, json=body).json()["choices"]
+    assert [first["finish_reason"], second["finish_reason"]] == ["tool_calls", "stop"]
+    assert len(first["message"]["tool_calls"]) == 1
+    assert engine.aborted == [engine.requests[0].id]
+
+
 def test_without_tools_nothing_is_rewritten(tokenizer: Tokenizer) -> None:
     answer = post(tokenizer, CHAT, FakeEngine(Reply(tokenizer.encode(CALL))), json={"messages": USER})
     assert not {"x-proa-tools", "x-proa-messages"} & set(answer.headers)
@@ -108,3 +139,36 @@ def test_a_constrained_answer_of_gpt_oss_is_a_final_message(tmp_path: Path) -> N
     assert (constraint.kind, constraint.param) == ("tags", "response_format")
     (tag,) = msgspec.json.decode(constraint.text, type=Tags).tags
     assert (tag.begin, tag.end, tag.content.kind) == ("<|channel|>final<|message|>", "", "json")
+    post(tokenizer, CHAT, engine, json={**body, "tools": TOOLS})
+    constraint = engine.requests[1].sampling.constraint
+    assert constraint is not None
+    begins = [tag.begin for tag in msgspec.json.decode(constraint.text, type=Tags).tags]
+    assert begins == [tag.begin, "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}),
+        ("/v1/messages", {"messages": USER, "tools": CLAUDES, "max_tokens": 9,
+                          "output_config": {"format": {"type": "json_object"}}}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "name": "get_weather"}],
+                           "text": {"format": {"type": "json_object"}}}),
+        ("/api/chat", {"messages": USER, "tools": TOOLS, "format": "json"}),
+    ],
+    ids=["chat", "messages", "responses", "Ollama"],
+)  # fmt: skip
+def test_a_constrained_answer_may_be_a_call(path: str, body: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Agents send tools and the form of the final answer with each request."""
+    engine = FakeEngine(Reply(tokenizer.encode("{}")))
+    assert post(tokenizer, path, engine, json=body).status_code == 200
+    constraint = engine.requests[0].sampling.constraint
+    assert constraint is not None
+    tags = msgspec.json.decode(constraint.text, type=Tags)
+    assert [tag.begin for tag in tags.tags] == ["", '<tool_call>\n{"name": "get_weather", "arguments": ']
+    assert (tags.triggers, tags.at_most) == ((), 1)
+    no_tools = {**body, "tools": None}
+    assert post(tokenizer, path, engine, json=no_tools).status_code == 200
+    constraint = engine.requests[1].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind == "json"

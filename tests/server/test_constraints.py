@@ -102,6 +102,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tag": ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}}, "structural_tag.structures[0]"),
     "triggers": ({"structural_tag": {**LEGACY, "triggers": []}}, "structural_tag.triggers"),
     "no tags": ({"structural_tag": "{"}, "structural_tag"),
+    "surrogate": ({"structural_tag": '{"format": {"type": "regex", "pattern": "\\ud800"}}'}, "structural_tag"),
     "format": ({"structural_tag": {"format": {"type": "any_text"}}}, "structural_tag.format"),
 }
 

@@ -280,6 +280,12 @@ def test_pieces_of_a_stream(stub: Stub) -> None:
     assert [p.finish for p in pieces if p.finish] == ["stop"]
 
 
+def test_characters_that_end_lines_of_text_end_no_event(stub: Stub) -> None:
+    stub.reply = ["a\u2028b", "\x85", "\u2029c"]
+    with ApiClient("127.0.0.1", stub.port) as client:
+        assert "".join(p.text for p in client.stream_chat("stub-model", [], {})) == "".join(stub.reply)
+
+
 def test_closing_a_stream_hangs_up(stub: Stub) -> None:
     stub.reply, stub.delay_s = ["x"] * 2000, 0.005
     with ApiClient("127.0.0.1", stub.port) as client, closing(client.stream_chat("stub-model", [], {})) as pieces:

@@ -13,9 +13,9 @@ from grammars import EOS, allowed, matcher, random_answer, text_of
 from proa.errors import RequestError
 from proa.parsers.calls import Tools
 from proa.parsers.choose import HARMONY
-from proa.parsers.forced import call_grammar
+from proa.parsers.forced import call_grammar, text_or_call
 from proa.parsers.formats import CALLS, HARMONY_CALLS, CallFormat
-from proa.types import Constraint
+from proa.types import Constraint, Tag
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -120,8 +120,20 @@ def test_strict_calls_in_free_text(calls: CallFormat) -> None:
     assert accepts(found, "Just text.")
     assert accepts(found, f"{text}{good} And {text}{good}")
     assert not accepts(found, text + bad)
-    if not calls.parameter:
-        assert accepts(found, text + write("now", {"any": 1}))
+    assert accepts(found, text + write("now", {"any": 1}))
+
+
+@pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
+def test_text_of_a_form_or_one_call(calls: CallFormat) -> None:
+    odd = {"type": "object", "properties": {"any": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    found = text_or_call(calls, tools, Tag("", Constraint.json({"type": "array", "items": {"type": "integer"}})))
+    write = OWN.get(calls.name, WRITERS[calls.name][0])
+    call = write("get_weather", GOOD)
+    assert accepts(found, "[1, 2]")
+    assert accepts(found, call)
+    assert accepts(found, write("odd", {"any": [1, 1]})), "without strict, arguments are not held to the schema"
+    assert not any(accepts(found, text) for text in ("", "So:", '["a"]', f"[1]{call}", f"{call}{call}"))
 
 
 def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
@@ -134,7 +146,52 @@ def test_a_schema_that_cannot_be_compiled_is_named_with_its_function() -> None:
     assert caught.value.param == "tools[odd].parameters.properties.a.uniqueItems"
 
 
+@pytest.mark.parametrize("calls", FORCED, ids=[f.name for f in FORCED])
+def test_parameters_are_read_as_other_schemas_are(calls: CallFormat) -> None:
+    """Formats that are annotations are dropped, and whitespace has a bound, wherever a parameter's schema stands."""
+    links = {"type": "array", "items": {"type": "string", "format": "uri-template"}}
+    parameters = {"type": "object", "properties": {"links": links}, "required": ["links"]}
+    tools = [{"type": "function", "function": {"name": "open", "parameters": parameters}}]
+    found = call_grammar(calls, tools, ["open"], only_one=True)
+    assert found is not None
+    text = OWN.get(calls.name, WRITERS[calls.name][0])("open", {"links": ["a", "b"]})
+    assert accepts(found, text)
+    assert not accepts(found, text.replace('["a"', '[\n\n\n"a"'))
+
+
 IN_ELEMENTS = [f for f in FORCED if f.parameter]
+
+
+COLOUR: dict[str, Any] = {"$ref": "#/$defs/Colour"}
+FEW_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "definition": (COLOUR, ["red", "blue"], ["green", None]),
+    "one definition": ({"allOf": [COLOUR], "description": "A colour."}, ["blue"], ["green"]),
+    "const": ({"const": "red"}, ["red"], ["blue"]),
+    "or null": ({"anyOf": [COLOUR, {"type": "null"}], "default": None}, ["red", None], ["green", 5]),
+    "or a number": ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, ["auto", 5], ["green", True]),
+    "types": ({"type": ["string", "integer"], "enum": ["red", 5]}, ["red", 5], ["blue", 6]),
+    "names itself": ({"$ref": "#/$defs/Loop"}, ["red", None], ["blue", 5]),
+    "empty enum": ({"type": "string", "enum": []}, ["red"], []),
+}
+
+
+@pytest.mark.parametrize("name", FEW_TEXTS)
+@pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
+def test_texts_that_a_schema_lists(calls: CallFormat, name: str) -> None:
+    own, good, bad = FEW_TEXTS[name]
+    loop = {"anyOf": [*[{"$ref": "#/$defs/Loop"}] * 100, {"const": "red"}, {"type": "null"}]}
+    defs = {"Colour": {"enum": ["red", "blue"]}, "Loop": loop}
+    parameters = {"properties": {"colour": own}, "required": ["colour"], "$defs": defs}
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": parameters}}]
+    found = call_grammar(calls, tools, ["paint"], only_one=True)
+    assert found is not None
+    texts = {str(value): WRITERS[calls.name][0]("paint", {"colour": value}) for value in [*good, *bad]}
+    assert [value for value in good if not accepts(found, texts[str(value)])] == []
+    assert [value for value in bad if accepts(found, texts[str(value)])] == []
+    for value in good:
+        parser = format_of(calls.name, "none", Vocabulary(())).parser(Tools.of(tools), "", "", 0)
+        ((_, arguments),) = read(parser.feed(texts[str(value)]) + parser.finish("stop")).calls
+        assert json.loads(arguments) == {"colour": value}
 
 
 @pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])

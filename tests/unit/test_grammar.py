@@ -33,6 +33,17 @@ PERSON = {
 CALL = Tag('<call>{"args": ', Constraint.json(PERSON), "}</call>")
 
 
+def union(*required: str, **more: Any) -> Constraint:
+    """One of two definitions, told apart by the property `kind`, as pydantic writes it."""
+    pets = {
+        kind: {"type": "object", "required": list(required),
+               "properties": {"kind": {"const": kind, "type": "string"}, "age": {"type": "integer"}}}
+        for kind in ("cat", "dog")
+    }  # fmt: skip
+    branches = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
+    return Constraint.json({"oneOf": branches, "$defs": pets, **more})
+
+
 def spelt(text: str) -> list[int]:
     return list(text.encode())
 
@@ -47,11 +58,24 @@ ACCEPTED: dict[str, tuple[Constraint, list[str], list[str]]] = {
     "json": (Constraint.json(PERSON), ['{"name": "Ed","age":7}', '{\n  "name": "é",\n  "age": 0\n}'],
              ['{"name":"Ed"}', '{"name":"Eduard","age":7}', '{   "name":"Ed","age":7}', "[]"]),
     "compact": (Constraint.json(PERSON, whitespace=""), ['{"name":"Ed","age":7}'], ['{"name": "Ed","age":7}']),
+    "union": (union("kind"), ['{"kind":"cat","age":1}', '{"kind":"dog"}'], ['{"kind":"cow"}', '{"age":1}']),
+    "union with discriminator": (union(discriminator={"propertyName": "kind"}),
+                                 ['{"kind":"dog","age":1}'], ['{"age":1}', "{}"]),
+    "nullable": (Constraint.json({"oneOf": [{"type": "null"}, {"$ref": "#/definitions/a"}],
+                                  "definitions": {"a": {"type": "array", "uniqueItems": False}}}),
+                 ["null", "[1]"], ["1"]),
+    "names of definitions": (Constraint.json(
+        {"anyOf": [{"$ref": f"#/definitions/{name}"} for name in ("Map<string,日本>", "List[int]", "a%20b", "c d")],
+         "definitions": {name: {"const": name} for name in ("Map<string,日本>", "List[int]", "a b", "c d")}}),
+        ['"Map<string,日本>"', '"List[int]"', '"a b"', '"c d"'], ['"x"']),
+    "record": (Constraint.json({"type": "object", "propertyNames": {"type": "string"},
+                                "additionalProperties": {"type": "integer"}}), ["{}", '{"é":1}'], ['{"a":"b"}']),
     "true": (Constraint.json(True), ["[1, {}]", '"a"'], ["a"]),
     "text": (Constraint.json('{"const": "a"}'), ['"a"'], ['"b"']),
     "regex": (Constraint.regex(r"[a-c]{2}/\d\n?"), ["ab/5", "ab/5\n"], ["ab5", "abc/5", "xab/5"]),
     "choice": (Constraint.choice(["yes", 'a "b"\n', "日本"]), ["yes", 'a "b"\n', "日本"], ["ye", "no", "yesyes"]),
     "lark": (Constraint.grammar('start: "a" B+\nB: /[0-9]/'), ["a12"], ["a", "b1"]),
+    "lark, inlined": (Constraint.grammar('  ?start: sum\n  ?sum: N | sum "+" N\n  N: /[0-9]/'), ["1", "1+2"], ["1+"]),
     "gbnf": (Constraint.grammar('root ::= "a" other | "c"\nother ::= [0-9]+'), ["a12", "c"], ["a"]),
     "one tag": (Constraint.tags(Tags(tags=(CALL,), at_most=1)), ['<call>{"args": {"name":"","age":1}}</call>'],
                 ["", 'x<call>{"args": {"name":"","age":1}}</call>', '<call>{"args": {}}</call>']),
@@ -107,6 +131,7 @@ REFUSED: dict[str, tuple[Constraint, str, str]] = {
                    "minLength"),
     "overlapping oneOf": (Constraint.json({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
                           "constraint.oneOf", "oneOf"),
+    "overlapping definitions": (union(), "constraint.oneOf", "tells its schemas apart"),
     "never": (Constraint.json(False), "constraint", "not"),
     "own options": (Constraint.json({"x-guidance": {"lenient": True}, "not": {}}), "constraint.not", "not"),
     "no JSON": (Constraint.json("{nope"), "constraint", "not JSON"),
@@ -117,6 +142,7 @@ REFUSED: dict[str, tuple[Constraint, str, str]] = {
     "no options": (Constraint.choice([]), "constraint", "one or more"),
     "lark": (Constraint.grammar('start: ("a"'), "constraint", "Expected"),
     "gbnf": (Constraint.grammar('root ::= ("a"'), "constraint", "GBNF"),
+    "gbnf, start": (Constraint.grammar('root ::= start\nstart ::= "a"'), "constraint", "'start' already exists"),
     "missing rule": (Constraint.grammar("root ::= other"), "constraint", "other"),
     "no tags": (Constraint.tags(Tags(tags=())), "constraint", "0 tags"),
     "no trigger": (Constraint.tags(Tags(tags=(CALL,), triggers=("[",))), "constraint", "triggers"),

@@ -123,6 +123,12 @@ def test_values_get_the_schemas_type(text: str, schema: dict[str, Any], value: A
     json.dumps(got, allow_nan=False)
 
 
+def test_a_union_that_names_itself_many_times_is_read_once() -> None:
+    """Reading it once for each path would take until the server is restarted."""
+    root = {"$defs": {"A": {"anyOf": [*[{"$ref": "#/$defs/A"}] * 100, {"type": "integer"}]}}}
+    assert typed("3", {"$ref": "#/$defs/A"}, root) == 3
+
+
 def test_values_without_a_schema() -> None:
     assert typed("3", None, {}) == "3"
     assert typed("3", None, {}, unknown="any") == 3

@@ -9,7 +9,7 @@ import pytest
 from proa.errors import RequestError, UsageError
 from proa.parsers.choose import CALL_NAMES, REASONING_NAMES, ModelFacts, choose
 from proa.parsers.formats import CALL_ALIASES, REASONING_ALIASES
-from proa.text.conversation import SystemTools, render
+from proa.text.conversation import Rendered, SystemTools, render
 from proa.text.template import ChatTemplate
 from proa.types import Chat
 from templates import published_templates
@@ -204,6 +204,43 @@ def called(number: int, **more: Any) -> dict[str, Any]:
         "function": {"name": "wetter", "arguments": {"n": number}},
         **more,
     }
+
+
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content | trim }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([("system", "One."), ("system", "Two."), ("user", "Hi")], "<system>One.\n\nTwo.<user>Hi"),
+        ([("user", "Hi"), ("assistant", "Ho"), ("system", " Be brief.\n"), ("user", "So?")],
+         "<system>Be brief.<user>Hi<assistant>Ho<user>So?"),
+        ([("system", "One."), ("user", "Hi"), ("system", " "), ("user", "So?")], "<system>One.<user>Hi<user>So?"),
+    ],
+    ids=["two", "late", "empty"],
+)  # fmt: skip
+def test_system_messages_that_a_template_leaves_out(messages: list[tuple[str, str]], text: str) -> None:
+    """gpt-oss' and MiniMax-M2's templates write only the first message's, and refuse none."""
+    template = ChatTemplate({"default": FIRST_ONLY}, {})
+    chat = Chat(messages=[{"role": role, "content": content} for role, content in messages])
+    assert render(template.render, chat, None) == Rendered(text, is_merged="One.\n" in text or "Be brief" in text)
+
+
+def test_tools_without_descriptions_beside_a_late_system_message() -> None:
+    source = FIRST_ONLY + "{% for t in tools %}{{ t.function.description + '' }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    talk = [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}]
+    rendered = render(ChatTemplate({"default": source}, {}).render, Chat(messages=talk, tools=tools), None)
+    assert rendered == Rendered("<system>Be brief.<user>Hi", is_merged=True)
+
+
+def test_a_template_that_shows_no_system_message() -> None:
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {})
+    talk = [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}]
+    assert render(template.render, Chat(messages=talk), None) == Rendered("2")
 
 
 @pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "meta-llama-Llama-3.1-8B-Instruct"])

@@ -137,6 +137,15 @@ def test_openai_sends_arguments_as_json_text() -> None:
     assert isinstance(function["arguments"], str)  # the caller's messages are not modified
 
 
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": " "}, {"arguments": None}, {}])
+def test_a_call_without_arguments(function: dict[str, Any]) -> None:
+    """Agents send what they got: an empty text for a function without parameters."""
+    source = "{% for k, v in messages[0].tool_calls[0].function.arguments | items %}{{ k }}{% endfor %}called"
+    call = {"id": "c1", "type": "function", "function": {"name": "now", **function}}
+    chat = Chat(messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert ChatTemplate({"default": source}, {}).render(chat) == "called"
+
+
 @pytest.mark.parametrize("name", ["chatml", "trimmed blocks", "macro", "generation", "typed content"])
 @pytest.mark.parametrize("end", ["", " ", "  \n"], ids=["bare", "space", "spaces"])
 def test_continue_final_message_as_transformers_renders(name: str, end: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +120,10 @@ class ApiClient:
                 if answer.status_code != 200:
                     answer.read()
                     raise _refusal(answer, self.url)
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
+                for line in _lines(answer):
+                    if line == b"data: [DONE]":
                         return
-                    if line.startswith("data:"):
+                    if line.startswith(b"data:"):
                         yield _piece(json.loads(line[5:]))
         except UnicodeEncodeError as e:  # Python decodes such bytes of arguments and input to lone surrogates
             raise RequestError("The prompt, the system message or a setting is not UTF-8.", "Send UTF-8 text.") from e
@@ -136,6 +136,14 @@ class ApiClient:
             return self._http.get(path, timeout=30.0)
         except httpx.TransportError as e:
             raise _gone(self.url) from e
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """Yield a stream's lines. httpx's iter_lines also cuts them at U+0085 and U+2028, which JSON text may contain."""
+    begun = b""
+    for data in answer.iter_bytes():
+        *lines, begun = (begun + data).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
 
 
 def _piece(event: dict[str, Any]) -> Piece:

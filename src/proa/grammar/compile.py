@@ -18,7 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from proa.errors import RequestError
-from proa.grammar.translate import children, read_schema, to_grammar
+from proa.grammar.json_schema import children, read_schema
+from proa.grammar.translate import to_grammar
 from proa.types import Constraint, Tags
 
 LIMITS = LLParserLimits(verbose_errors=False)
@@ -60,6 +61,8 @@ def _cause(why: str) -> str:
     )
     if keys := re.fullmatch(r"Unimplemented keys: (\[.*\])", cause):
         return f"{', '.join(json.loads(keys[1]))} is not supported"
+    if cause.startswith("oneOf constraints"):  # goes on with an option of llguidance's, which requests cannot set
+        return "oneOf needs a type, or a required property with const, that tells its schemas apart; anyOf does not"
     return cause.rstrip(".")
 
 

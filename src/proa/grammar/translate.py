@@ -1,35 +1,23 @@
-"""Translates a Constraint to llguidance's grammar format. Never: compiling, tokens' bytes.
-
-Whatever llguidance cannot enforce in a schema is an error there, except `format`: JSON Schema defines it as an
-annotation, so formats that llguidance does not know are dropped.
-"""
+"""Translates a Constraint to llguidance's grammar format. Never: compiling, tokens' bytes."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from proa.errors import RequestError
+from proa.grammar.json_schema import constraint_error, for_llguidance
 from proa.types import Constraint, Tags
 
 MOST_BYTES = 1 << 20
 MOST_TAGS = 1024
-# Without a bound, small models write line breaks until max_tokens.
-WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
-_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
-# Keywords whose values are schemas: one, a list, or one for each name.
-_ONE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
-        "propertyNames", "not", "if", "then", "else")  # fmt: skip
-_MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# Only a Lark grammar has this; its rule may be inlined (?) or keep its tokens (!).
+_LARK = re.compile(r"^\s*(%llguidance\b|[?!]*start\s*(\[.*\]\s*)?:(?!:=))", re.MULTILINE)
 
 
 def to_grammar(constraint: Constraint, special: Mapping[str, int]) -> str:
@@ -39,61 +27,13 @@ def to_grammar(constraint: Constraint, special: Mapping[str, int]) -> str:
     """
     size = len(constraint.text.encode("utf-8", "surrogatepass"))
     if size > MOST_BYTES:
-        raise _error(constraint, f"it has {size} bytes", f"Send at most {MOST_BYTES}.")
+        raise constraint_error(constraint, f"it has {size} bytes", f"Send at most {MOST_BYTES}.")
     match constraint.kind:
         case "json":
-            schema = read_schema(constraint)
-            return msgspec.json.encode({"grammars": [{"json_schema": _with_options(schema, constraint)}]}).decode()
+            return msgspec.json.encode({"grammars": [{"json_schema": for_llguidance(constraint)}]}).decode()
         case "tags":
             return _of_tags(constraint, special)
     return str(LLMatcher.grammar_from_lark(_lark(constraint)))
-
-
-def read_schema(constraint: Constraint) -> Any:
-    """Parse the JSON Schema, without formats that are annotations only. Raises RequestError."""
-    try:
-        schema = json.loads(constraint.text, parse_constant=_refuse_constant)
-        _drop_formats(schema)
-    except ValueError as error:
-        raise _error(constraint, f"the schema is not JSON: {error}", "Send a JSON Schema.") from error
-    except RecursionError as error:
-        raise _error(constraint, "the schema is nested too deeply", "Flatten it.") from error
-    if not isinstance(schema, dict | bool):
-        raise _error(constraint, "the schema is neither an object nor a boolean", "Send a JSON Schema.")
-    return schema
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of each schema directly inside a schema."""
-    for key in _ONE:
-        if isinstance(schema.get(key), dict | bool):
-            yield (key,), schema[key]
-    for key in _MANY:
-        if isinstance(schema.get(key), list):
-            yield from (((key, str(i)), value) for i, value in enumerate(schema[key]))
-    for key in _NAMED:
-        if isinstance(schema.get(key), dict):
-            yield from (((key, name), value) for name, value in schema[key].items())
-
-
-def _drop_formats(schema: object) -> None:
-    if not isinstance(schema, dict):
-        return
-    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
-        del schema["format"]
-    for _, child in children(schema):
-        _drop_formats(child)
-
-
-def _with_options(schema: Any, constraint: Constraint) -> dict[str, Any]:
-    """The schema with llguidance's options, which replace any that it came with."""
-    whole = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-    pattern = WHITESPACE if constraint.whitespace is None else constraint.whitespace
-    return {**whole, "x-guidance": {"whitespace_pattern": pattern}}
 
 
 def _lark(constraint: Constraint) -> str:
@@ -103,12 +43,16 @@ def _lark(constraint: Constraint) -> str:
         case "choice":
             options = json.loads(constraint.text)
             if not options or not all(isinstance(option, str) for option in options):
-                raise _error(constraint, "it is not a list of one or more strings", "Send the texts to choose from.")
+                raise constraint_error(
+                    constraint, "it is not a list of one or more strings", "Send the texts to choose from."
+                )
             return "start: " + " | ".join(map(_literal, options))
+    if _LARK.search(constraint.text):
+        return constraint.text
     try:
-        return str(any_to_lark(constraint.text))
+        return str(gbnf_to_lark(constraint.text))
     except (Exception, RecursionError) as error:  # the converter raises plain Exception
-        raise _error(constraint, f"the GBNF grammar is malformed: {error}", "Correct it.") from error
+        raise constraint_error(constraint, f"the GBNF grammar is malformed: {error}", "Correct it.") from error
 
 
 def _regex(pattern: str) -> str:
@@ -125,11 +69,11 @@ def _of_tags(constraint: Constraint, special: Mapping[str, int]) -> str:
     tags = msgspec.json.decode(constraint.text, type=Tags)
     least, most = tags.at_least, tags.at_most
     if not tags.tags or len(tags.tags) > MOST_TAGS or any(tag.content.kind == "tags" for tag in tags.tags):
-        raise _error(
+        raise constraint_error(
             constraint, f"it has {len(tags.tags)} tags", f"Send 1 to {MOST_TAGS}, none of them inside another."
         )
     if least < 0 or (most is not None and most < max(1, least)):
-        raise _error(constraint, f"at_least is {least} and at_most {most}", "Send 0 <= at_least <= at_most.")
+        raise constraint_error(constraint, f"at_least is {least} and at_most {most}", "Send 0 <= at_least <= at_most.")
     rules: list[str] = []
     inner: list[dict[str, Any]] = []
     leads = {trigger: f"lead_{i}" for i, trigger in enumerate(tags.triggers)}
@@ -138,7 +82,9 @@ def _of_tags(constraint: Constraint, special: Mapping[str, int]) -> str:
         if leads:
             trigger = next((t for t in sorted(leads, key=len, reverse=True) if t and begin.startswith(t)), None)
             if trigger is None:
-                raise _error(constraint, f"the tag {begin!r} begins with none of the triggers", "Add its trigger.")
+                raise constraint_error(
+                    constraint, f"the tag {begin!r} begins with none of the triggers", "Add its trigger."
+                )
             lead, begin = leads[trigger] + " ", begin[len(trigger) :]
         content = f"@content_{i}"
         inner.append({"name": content[1:], **_content(tag.content)})
@@ -164,7 +110,7 @@ def _around(least: int, most: int | None, *, free_text: bool) -> str:
 
 def _content(constraint: Constraint) -> dict[str, Any]:
     if constraint.kind == "json":
-        return {"json_schema": _with_options(read_schema(constraint), constraint)}
+        return {"json_schema": for_llguidance(constraint)}
     return {"lark_grammar": _lark(constraint)}
 
 
@@ -182,7 +128,3 @@ def _marked(text: str, special: Mapping[str, int]) -> str:
     pattern = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
     parts = re.split(f"({pattern})", text)
     return " ".join(f"<[{special[part]}]>" if part in special else _literal(part) for part in parts)
-
-
-def _error(constraint: Constraint, what: str, remedy: str) -> RequestError:
-    return RequestError(f"{constraint.param} cannot be used: {what}.", remedy, param=constraint.param)

@@ -98,12 +98,13 @@ def load_loosely(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """Write valid JSON that can be encoded as UTF-8. Raises Malformed for numbers that JSON cannot express."""
+    """Write valid JSON that can be encoded as UTF-8: a lone surrogate, which clients cannot send back, becomes U+FFFD.
+    Raises Malformed for numbers that JSON cannot express."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which JSON may only have as an escape
-        return json.dumps(value)
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)) from error
     return text

@@ -6,20 +6,19 @@ A value that does not fit its type stays a string: the program that gets the cal
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from proa.parsers.calls import Malformed, Schema, load_json, load_loosely
 
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)")
 _PYTHON_TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-_DEPTH = 8  # of nested anyOf and $ref
 
 
 def typed(text: str, schema: Schema | None, root: Schema, *, unknown: str = "string") -> Any:
     """Convert a value. schema: the parameter's, None if it has none; root: where its $ref points. unknown: type of
     values without a schema, "string" or "any"."""
-    kinds = {unknown} if schema is None else set(_kinds(schema, root, _DEPTH)) or {"any"}
+    kinds = {unknown} if schema is None else _kinds(schema, root) or {"any"}
     if kinds == {"string"}:
         return text
     word = text.strip()
@@ -38,7 +37,7 @@ def typed(text: str, schema: Schema | None, root: Schema, *, unknown: str = "str
 
 def is_text(schema: Schema | None, root: Schema) -> bool:
     """Return True if a parameter's value is, or may be, any text."""
-    return schema is None or "string" in set(_kinds(schema, root, _DEPTH))
+    return schema is None or "string" in _kinds(schema, root)
 
 
 def _number(word: str, kinds: set[str]) -> int | float | None:
@@ -76,35 +75,40 @@ def _container(word: str, kinds: set[str]) -> Any:
     return value if "any" in kinds else None
 
 
-def _kinds(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
-    """Yield the JSON types that a schema allows; nothing if it does not say."""
-    if depth == 0:
-        return
+def _kinds(schema: Schema, root: Schema) -> set[str]:
+    """Return the JSON types that a schema allows; empty if it does not say."""
+    kinds: set[str] = set()
+    seen: set[int] = set()  # ids: a definition may stand behind any number of references
+    left: list[Any] = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kinds.update(_stated(one))
+        for word in ("anyOf", "oneOf", "allOf"):
+            parts = one.get(word)
+            left += parts if isinstance(parts, list) else ()
+        left.append(reference(one.get("$ref"), root))
+        if one.get("nullable") is True:
+            kinds.add("null")
+    return kinds
+
+
+def _stated(schema: Schema) -> Iterable[str]:
+    """Return the types that a schema states itself, or shows by its values or keywords."""
     stated = schema.get("type")
     if isinstance(stated, str):
-        yield stated
-    elif isinstance(stated, list):
-        yield from (kind for kind in stated if isinstance(kind, str))
-    elif "const" in schema or isinstance(schema.get("enum"), list):
+        return (stated,)
+    if isinstance(stated, list):
+        return (kind for kind in stated if isinstance(kind, str))
+    if "const" in schema or isinstance(schema.get("enum"), list):
         values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
-        yield from (_PYTHON_TYPES.get(type(v), "array" if isinstance(v, list) else "object") for v in values)
-    elif "properties" in schema:
-        yield "object"
-    elif "items" in schema:
-        yield "array"
-    for word in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(word)
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict):
-                yield from _kinds(part, root, depth - 1)
-    target = _target(schema.get("$ref"), root)
-    if target is not None:
-        yield from _kinds(target, root, depth - 1)
-    if schema.get("nullable") is True:
-        yield "null"
+        return (_PYTHON_TYPES.get(type(v), "array" if isinstance(v, list) else "object") for v in values)
+    return ("object",) if "properties" in schema else ("array",) if "items" in schema else ()
 
 
-def _target(ref: Any, root: Schema) -> Schema | None:
+def reference(ref: Any, root: Schema) -> Schema | None:
     """Return the schema that a $ref of the form "#/$defs/Name" points to, or None."""
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None

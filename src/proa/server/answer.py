@@ -76,6 +76,7 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
 
     parsers: defaultdict[Any, ChoiceParser] = defaultdict(new_parser)
     ended: set[tuple[int, int]] = set()  # choices that ended with their first tool call
+    num_running = len(job.prompts) * job.params.n
     streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt, markers=markers) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:
@@ -91,12 +92,13 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
             parsed = parsers[prompt_index, chunk.index].feed(chunk.text, chunk.markers, chunk.finish, chunk.ends)
             _count(usage, record, chunk, parsed)
+            num_running -= parsed.finish is not None
             if parsed.finish is not None and chunk.finish is None:
                 chunk = msgspec.structs.replace(chunk, finish="stop")
                 ended.add((prompt_index, chunk.index))
             for written in job.writer.objects(prompt_index, chunk, parsed, usage if job.continuous_usage else None):
                 yield written
-            if len(ended) == len(job.prompts) * job.params.n:
+            if ended and not num_running:
                 break  # which aborts the sequences
     if job.ends_with_usage:
         for written in job.writer.last_objects(usage):

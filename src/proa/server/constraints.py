@@ -5,9 +5,10 @@ A request has at most one constraint. Schemas and grammars are compiled later, w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from proa.errors import RequestError
 from proa.types import Constraint, Tag, Tags
@@ -164,8 +165,8 @@ def _parsed(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _malformed(param, value, "an object, or its text as JSON") from error
 
 

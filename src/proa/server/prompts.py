@@ -11,9 +11,10 @@ import msgspec
 
 from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
+from proa.parsers.forced import text_or_call
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from proa.types import Chat, Constraint, SamplingParams, Tag, Tags
+from proa.types import Chat, SamplingParams, Tag
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS_HEADER = "x-proa-tools"
@@ -131,13 +132,15 @@ def with_reasoning(
     llm: AsyncLLM, chat: Chat, prompt: list[int], params: SamplingParams, budget: int | None = None
 ) -> SamplingParams:
     """Return the parameters with the budget of reasoning; a constraint then applies to the text after the reasoning,
-    and includes the marker (text_opening) that the model writes before visible text."""
+    and includes the marker (text_opening) that the model writes before visible text. Beside tools, which are not
+    forced, the answer may be a call instead."""
     constraint = params.constraint
     if budget is None and constraint is None:
         return params
     thinking, opening = llm.thinking(chat, prompt, budget), llm.answers.format.text_opening
-    if constraint is not None and constraint.kind != "tags" and opening and thinking is not None:
-        constraint = Constraint.tags(Tags(tags=(Tag(opening, constraint),), at_most=1), param=constraint.param)
+    in_text = bool(opening) and thinking is None  # behind the marker
+    if constraint is not None and constraint.kind != "tags" and not in_text and (opening or chat.tools):
+        constraint = text_or_call(llm.answers.format.calls, chat.tools or (), Tag(opening, constraint))
     return msgspec.structs.replace(params, constraint=constraint, thinking=thinking)
 
 

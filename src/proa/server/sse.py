@@ -19,6 +19,7 @@ FIRST_OBJECT_S = 2.0  # the status line waits this long for the first object, so
 KEEP_ALIVE_S = 10.0  # after this long without an event a keep-alive is sent, so that proxies do not time out
 
 _NO_BUFFERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_LINE_ENDS = [(char.encode(), rb"\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
 
 T = TypeVar("T")
 
@@ -27,8 +28,18 @@ class ClientGoneError(Exception):
     """The client has disconnected: the response cannot be delivered."""
 
 
+def line(content: object) -> bytes:
+    """Encode as JSON without the characters at which Python's splitlines, and with it httpx's iter_lines, ends a line
+    though neither JSON nor server-sent events do."""
+    text = msgspec.json.encode(content)
+    if not text.isascii():
+        for raw, escaped in _LINE_ENDS:
+            text = text.replace(raw, escaped)
+    return text
+
+
 def event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + line(content) + b"\n\n"
 
 
 def named_event(content: msgspec.Struct) -> bytes:
@@ -51,9 +62,7 @@ PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n
 TYPED_FRAMES = Frames(
     lambda content: f"event: {content['type']}\n".encode() + event(content), keep_alive=b": working\n\n", end=b""
 )
-LINE_FRAMES = Frames(
-    lambda content: msgspec.json.encode(content) + b"\n", keep_alive=b"", end=b"", media_type="application/x-ndjson"
-)
+LINE_FRAMES = Frames(lambda content: line(content) + b"\n", keep_alive=b"", end=b"", media_type="application/x-ndjson")
 NAMED_FRAMES = Frames(named_event, keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n', end=b"")
 
 

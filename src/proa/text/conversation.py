@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import msgspec
@@ -49,21 +49,39 @@ class Rendered:
 def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | None) -> Rendered:
     """Render a conversation. tools: how to give the request's tools to a template that ignores them; None: it does not.
 
-    Raises the template's RequestError for the original messages, if it refuses the rewritten ones too.
+    It is rewritten if the template refuses it, or leaves out system messages. Raises the template's RequestError for
+    the original messages, if it refuses the rewritten ones too.
     """
     has_system_tools = tools is not None and bool(chat.tools)
     if tools is not None and chat.tools:
         chat = _with_system_tools(chat, tools)
-    try:
-        return Rendered(template(chat), has_system_tools)
-    except RequestError as error:
-        for other in _rewritten(chat):
-            try:
-                text = template(other)
-            except RequestError:
-                continue
-            return Rendered(text, has_system_tools, is_merged=other.messages != chat.messages)
-        raise error
+    system = list(_system_texts(chat.messages))
+    refusal: RequestError | None = None
+    accepted: Rendered | None = None
+    for form in chain([chat], _rewritten(chat)):
+        try:
+            text = template(form)
+        except RequestError as error:
+            refusal = refusal or error
+            continue
+        rendered = Rendered(text, has_system_tools, is_merged=form.messages != chat.messages)
+        if all(one in text for one in system):
+            return rendered
+        accepted = accepted or rendered
+    if accepted is None:
+        assert refusal is not None  # of the conversation as it is
+        raise refusal
+    return accepted
+
+
+def _system_texts(messages: list[Message]) -> Iterator[str]:
+    """Yield the texts of system messages, if one is not the first message. Some templates then leave them out without
+    an error: all but the first (gpt-oss, MiniMax-M2), or all but the last (DeepSeek-R1)."""
+    system = [message.get("content") for message in messages if message.get("role") == "system"]
+    if any(message.get("role") == "system" for message in messages[1:]):
+        for content in system:
+            parts = content if isinstance(content, list) else [content or ""]
+            yield from (text for part in parts if (text := _text([part]).strip()))
 
 
 def _with_system_tools(chat: Chat, tools: SystemTools) -> Chat:

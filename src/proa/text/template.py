@@ -145,8 +145,9 @@ def _prepare(original: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]
         message["content"] = "\n".join(_part_text(part) for part in content)
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else {}
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = _json_object_or_text(function["arguments"])
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, str):
+            function["arguments"] = _json_object_or_text(arguments or "")
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -167,6 +168,8 @@ def _part_text(part: Any) -> str:
 
 
 def _json_object_or_text(text: str) -> Any:
+    if not text.strip():
+        return {}  # agents send no text for a function without parameters; many templates iterate over its items
     try:
         value = json.loads(text)
     except ValueError:
