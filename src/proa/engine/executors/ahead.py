@@ -10,6 +10,7 @@ from proa.engine.executors.device_queue import Mark
 
 AHEAD_S = 0.03  # of work is launched ahead; the host polls every POLL_S, and launches a decode step in a few ms
 FIRST_UNITS, MOST_UNITS = 2, 16  # while a unit's time is unknown; at most: a layer for one chunk is some 25 launches
+AT_ONCE = 4  # most units launched in one go, for 1 ms each: a decode step that ends meanwhile waits for the host
 WINDOW = 16  # units in the mean time of a unit: some of them wait for copies and the next ones do not
 
 
@@ -32,9 +33,9 @@ class PartsAhead:
 
     @property
     def room(self) -> int:
-        """Number of units that should be launched now."""
+        """Number of units that should be launched now; then it should be asked again, soon."""
         pending = self.pending
-        return max(0, self._most - pending)
+        return min(AT_ONCE, max(0, self._most - pending))
 
     @property
     def _most(self) -> int:
