@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +387,7 @@ class HybridModel:
         moved_bytes = 0 if self.moves is None else self.moves.moved.nbytes
         lent = (0, 0) if self._loans is None else (self._loans.num_slots, self._loans.nbytes)
         return replace(
-            cpu, **asdict(self.counting.tally), moved_bytes=moved_bytes, lent_slots=lent[0], lent_bytes=lent[1]
+            cpu, **vars(self.counting.tally), moved_bytes=moved_bytes, lent_slots=lent[0], lent_bytes=lent[1]
         )
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -486,7 +486,7 @@ class Streaming:
         """The counters with those of the passes."""
         rates = self.rates
         return replace(
-            counters, **asdict(self.totals), copy_bytes_per_s=rates.copy_bytes_per_s,
+            counters, **vars(self.totals), copy_bytes_per_s=rates.copy_bytes_per_s,
             cpu_expert_s=rates.counted_cpu.expert_s, cpu_pair_s=rates.counted_cpu.pair_s,
         )  # fmt: skip
 

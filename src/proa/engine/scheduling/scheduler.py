@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
@@ -99,7 +98,7 @@ class Scheduler:
             pages_free=self._allocator.num_free + self._allocator.num_lent,
             pages_cached=self._cache.num_evictable if self._cache else 0,
             state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
-            **asdict(self._totals),
+            **vars(self._totals),
         )
 
     # ---- intake
