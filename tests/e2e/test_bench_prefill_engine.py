@@ -85,9 +85,13 @@ def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
         ("--tokens=40,x", "Give numbers from 2 to"),
         ("--mode=both", "--mode"),
         ("--gpu=none", "No GPU is used"),
+        ("--prefill=cpu", "Use --mode cpu"),
+        ("--resident=50 --gpu-experts=3", "--resident excludes --gpu-experts"),
+        ("--gpu=sim:1MiB", "cannot hold tiny even without"),
+        ("--gpu=none --shape=deepseek-v3", "No GPU is used"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argument: str, words: str, bench: Bench) -> None:
-    code, _, err = bench("--tokens=40", argument)
+    code, _, err = bench("--tokens=40", *argument.split())
     assert code != 0
     assert words in err

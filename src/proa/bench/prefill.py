@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from proa.bench.asked import gpu_of, parse_numbers
+from proa.bench.asked import gpu_of, need_gpu, parse_numbers
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_ask import greedy
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
@@ -32,11 +32,12 @@ from proa.config.options import (
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import PrefillStats
-from proa.errors import ProaError
+from proa.errors import ProaError, UsageError
 from proa.machine.cost.prefill import CpuExpertCost
 from proa.machine.rates import GpuRate
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
+from proa.plan.opened import open_if_here
 from proa.plan.predict import prefill
 from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
@@ -79,7 +80,7 @@ class PrefillOptions:
     deterministic: bool = option(False, help="measure with --deterministic of `proa serve`")
     runs: int = option(5, help="prompts of each length; the median is reported, after two more that warm up", low=1)
     max_batch_tokens: int | None = option(
-        None, help="most tokens computed at once; default: as `proa serve`", low=1, high=1 << 20
+        None, help="most tokens computed at once; default: as `proa serve`", kind="tokens", low=1, high=1 << 20
     )
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
@@ -105,9 +106,10 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
     """Load the model, then measure each length and `report` each result. Raises ProaError."""
     notes, shape = busy_notes(), MODEL_SHAPES[options.shape].cut(options.layers)
     lengths = parse_numbers(options.tokens, "tokens", 2, MOST_PROMPT)
+    need_gpu(options.engine.gpus)
     with shape.folder() as folder:
         asked = _engine_options(options, shape, lengths)
-        prepared = prepare(str(folder), asked)
+        prepared = prepare(shape.name, asked, opened=open_if_here(str(folder), asked.model))
         gpu_of(prepared.plan)  # raises if there is none
         beside = planned(prepared, asked)  # before the engine takes the GPU's memory
         ram = ram_rate(asked.machine, prepared.machine)
@@ -122,6 +124,12 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
     gpus: GpuOptions = options.engine.gpus
     if gpus.gpu_experts == "auto" and gpus.gpu_resident_layers is None:
         gpus = replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
+    elif options.resident:
+        raise UsageError(
+            "--resident excludes --gpu-experts and --gpu-resident-layers.", "Give only one of these options."
+        )
+    if gpus.prefill != "auto":
+        raise UsageError(f"--prefill {gpus.prefill} has no effect here.", f"Use --mode {gpus.prefill}.")
     page_tokens = CacheOptions().page_tokens
     tokens = options.cached + max(lengths) + 1
     pages = -(-tokens // page_tokens) + 1

@@ -36,9 +36,11 @@ class RestartOptions:
 
     model: str = option("demo", help="model to serve", metavar="MODEL", common=True)
     prefix_tokens: int = option(
-        16384, help="length of the shared prefix", kind="tokens", low=256, high=1 << 30, common=True
+        4096, help="length of the shared prefix", kind="tokens", low=256, high=1 << 30, common=True
     )
-    suffix_tokens: int = option(64, help="length of each prompt's own end", low=2, high=1 << 20, common=True)
+    suffix_tokens: int = option(
+        64, help="length of each prompt's own end", kind="tokens", low=2, high=1 << 20, common=True
+    )
     runs: int = option(5, help="number of timed prompts with the prefix in memory", low=1, high=1000, common=True)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
