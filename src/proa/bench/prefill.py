@@ -95,9 +95,11 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    """One prompt: its time to first token, and the counters of prefill before and after it."""
+    """One prompt: its time to first token, its tokens from the prefix cache, and the counters of prefill before and
+    after it."""
 
     ttft_s: float
+    cached: int
     before: PrefillStats
     after: PrefillStats
 
@@ -167,7 +169,8 @@ async def _measure_all(
         for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
             figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
-            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided)))
+            found = _cached_notes(options.cached, figures["cached_tokens"] or 0)
+            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided, *found)))
     finally:
         await engine.close()
 
@@ -181,22 +184,31 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
     runs = []
     for number, prompt in enumerate(prompts):
         before = engine.stats.prefill
-        ttft_s = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
-        runs.append(_Run(ttft_s, before, engine.stats.prefill))
+        ttft_s, cached = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
+        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill))
     return runs[2:]
 
 
-async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> float:
-    """Return the seconds to the first token; only one is generated. Raises ProaError if there is none."""
-    begin, took_s = time.perf_counter(), None
+def _cached_notes(asked: int, cached: float) -> tuple[str, ...]:
+    """A note if the prefix cache gave fewer tokens than asked for: it has whole pages, states at some places, and with
+    --deterministic whole cells."""
+    if cached >= asked:
+        return ()
+    return (f"{cached:.0f} of the {asked} tokens of --cached came from the prefix cache; the others were computed",)
+
+
+async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> tuple[float, int]:
+    """Return the seconds to the first token, and how many tokens came from the prefix cache; only one is generated.
+    Raises ProaError if there is none."""
+    begin, took_s, cached = time.perf_counter(), None, 0
     async with aclosing(engine.generate(greedy(name, prompt, 1))) as events:
         async for event in events:
             if event.error:
                 raise ProaError(f"The engine generated no token: {event.error}", "Report this as a bug.")
-            took_s = took_s or time.perf_counter() - begin
+            took_s, cached = took_s or time.perf_counter() - begin, event.cached_tokens or cached
     if took_s is None:
         raise ProaError("The engine generated no token.", "Report this as a bug.")
-    return took_s
+    return took_s, cached
 
 
 def _figures(
@@ -205,33 +217,35 @@ def _figures(
     plan, gpu, rates = prepared.plan, gpu_of(prepared.plan), measured.gpu
     one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
     now = runs[-1].after
-    copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
+    copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0  # 0: unknown, nothing was copied
     upload = copies if rates is None else rates.pcie_bytes_per_s
     shape = Shape.of(prepared.declared.spec, gpu)
     flops = None if rates is None else rates.flops_per_s
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     own_s = one.after.own_seconds - one.before.own_seconds
-    chunks = -(-tokens // plan.max_batch_tokens)
+    computed = tokens + options.cached - one.cached
+    chunks = -(-computed // plan.max_batch_tokens)
     launches = chunks * sum(in_ram > 0 for _, in_ram, _, _ in shape.layers)
     cpu, own_each_s = CpuExpertCost(now.cpu_expert_seconds, now.cpu_pair_seconds), own_s / max(1, launches)
     limits = Limits(upload, cpu, measured.ram, flops, own_each_s, chunks)
     bound, overlapped = (
-        bound_s(shape, tokens, options.cached, options.router, limits, in_turn=in_turn) for in_turn in (True, False)
+        bound_s(shape, computed, one.cached, options.router, limits, in_turn=in_turn) for in_turn in (True, False)
     )
     return {
         "tokens": float(tokens),
+        "cached_tokens": float(one.cached),
         "ttft_s": one.ttft_s,
         "ttft_s_least": min(run.ttft_s for run in runs),
         "ttft_s_most": max(run.ttft_s for run in runs),
         "ttft_s_median": median(run.ttft_s for run in runs),
-        "tokens_per_s": tokens / one.ttft_s,
+        "tokens_per_s": computed / one.ttft_s,
         "bound_s": bound,
         "bound_share": None if bound is None else bound / one.ttft_s,
         "overlapped_bound_s": overlapped,
         "pcie_s": pcie_s,
         "pcie_share": None if pcie_s is None else pcie_s / one.ttft_s,
-        "flops_s": None if flops is None else shape.flops(tokens, options.cached) / flops,
+        "flops_s": None if flops is None else shape.flops(computed, one.cached) / flops,
         "streamed_share": streamed / (streamed + left) if streamed + left else None,
         "streamed_bytes": float(one.after.streamed_bytes - one.before.streamed_bytes),
         "copy_s": one.after.copy_seconds - one.before.copy_seconds,
@@ -242,11 +256,11 @@ def _figures(
         "decided_s": one.after.decided_seconds - one.before.decided_seconds,
         "routed": float(one.after.routed - one.before.routed),
         "prediction_error": prediction_error(one.before, one.after),
-        "upload_bytes_per_s": upload,
-        "copy_bytes_per_s": now.copy_bytes_per_s,
+        "upload_bytes_per_s": upload or None,
+        "copy_bytes_per_s": now.copy_bytes_per_s or None,
         "ram_bytes_per_s": measured.ram,
-        "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
-        "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
+        "cpu_expert_us": 1e6 * now.cpu_expert_seconds or None,
+        "cpu_pair_us": 1e6 * now.cpu_pair_seconds or None,
         "flops_per_s": flops,
         "ring_bytes": float(gpu.ring_bytes),
         "max_batch_tokens": float(plan.max_batch_tokens),
