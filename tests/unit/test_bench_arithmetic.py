@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -21,11 +22,12 @@ from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.serve import ServeBenchOptions, arrival_times, serve_figures
 from proa.bench.table import numbers_table, render
 from proa.bench.timing import Timing, spread_ms
+from proa.cli.bench_output import print_each
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
 from proa.config.value import from_text
 from proa.engine.stats import SchedulerStats, Stats, StepSeconds
-from proa.errors import UsageError
+from proa.errors import ProaError, UsageError
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 
 # starts at 10 s; first token after 0.5 s; then one every 0.1 s, with one stall of 0.3 s
@@ -196,6 +198,17 @@ def test_a_narrow_table_cuts_off_no_number(columns: int) -> None:
     text = console.export_text()
     assert "\u2026" not in text, "an ellipsis"
     assert sum(map(str.isdigit, text)) == 1 + 6 * 4 + 6 * 5
+
+
+@pytest.mark.parametrize("ending", [ProaError("The engine died."), KeyboardInterrupt()])
+def test_results_before_an_error_are_printed(ending: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(report: Callable[[Result], None]) -> None:
+        report(make_result())
+        raise ending
+
+    with pytest.raises(type(ending)):
+        print_each(measure, lambda results: f"{len(results)} measured", as_json=False)
+    assert capsys.readouterr().out == "1 measured\n"
 
 
 def test_the_demo_has_room_for_the_default_prompts() -> None:

@@ -19,6 +19,7 @@ NO_ACCESS = (
     "proa: /root/model cannot be used: permission denied. Give this user access to it, or use another folder: "
     "PROA_CACHE and HF_HOME move the caches.\n"
 )
+FULL_DISK = "proa: No space is left on the disk. Free some, or choose another disk.\n"
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "httpx", "rich", "yaml", "huggingface_hub", "asyncio")
 
 
@@ -140,6 +141,7 @@ def test_no_argument_shows_the_help() -> None:
         (EngineDead("It died."), 6, "proa: It died.\n"),
         (ProaError("Odd."), 1, "proa: Odd.\n"),
         (PermissionError(13, "Permission denied", "/root/model"), 2, NO_ACCESS),
+        (OSError(28, "No space left on device"), 4, FULL_DISK),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -7,6 +7,7 @@ fast.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -21,7 +22,7 @@ from proa.config.bytecode import keep_bytecode
 from proa.config.env import read_env
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
-from proa.errors import ProaError, UsageError
+from proa.errors import ProaError, ResourceError, UsageError
 from proa.obs.console import write_err, write_out
 from proa.obs.version import proa_version
 
@@ -70,6 +71,10 @@ def main() -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             write_err(f"proa: {error.filename} cannot be used: permission denied. {_OTHER_FOLDER}\n")
             return UsageError.exit_code
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" for {error.filename}" if error.filename is not None else ""
+            write_err(f"proa: No space is left on the disk{where}. Free some, or choose another disk.\n")
+            return ResourceError.exit_code
         what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".:")
         write_err(f"proa: unexpected error: {what}. Set PROA_LOG=debug for the traceback, and report it.\n")
         return 1
