@@ -14,6 +14,8 @@ from proa.cli.bench_hybrid import HybridCommand
 from proa.cli.bench_kernels import KernelsCommand
 from proa.cli.bench_latency import LatencyCommand
 from proa.cli.bench_load import LoadCommand
+from proa.cli.bench_prefill import PrefillCommand
+from proa.cli.bench_restart import RestartCommand
 from proa.cli.bench_serve import ServeBenchCommand
 from proa.cli.chat import ChatOptions
 from proa.cli.check import CheckCommand
@@ -91,6 +93,7 @@ def document() -> str:
         ("plan MODEL", PlanCommand), ("chat [MODEL]", ChatOptions), ("launch AGENT [MODEL]", LaunchOptions),
         ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
+        ("bench prefill", PrefillCommand), ("bench restart", RestartCommand),
         ("check MODEL", CheckCommand), ("warm MODEL", WarmCommand), ("models", ModelsOptions),
         ("doctor", DoctorOptions),
     ):  # fmt: skip

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +47,20 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return Done(main(), *capsys.readouterr())
 
     return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_bench_that_is_ended_leaves_no_folder(number: signal.Signals, tmp_path: Path) -> None:
+    command = programs.proa("bench", "hybrid", *QUICK, "--gpu=sim:64MiB", "--runs=1000")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        end_s = time.monotonic() + 60
+        while not list(tmp_path.glob("proa-shape-*")) and time.monotonic() < end_s and started.poll() is None:
+            time.sleep(0.02)
+        started.send_signal(number)
+        _, errors = started.communicate(timeout=60)
+    assert (started.returncode, errors) == (128 + number, "")
+    assert list(tmp_path.glob("proa-shape-*")) == []
 
 
 @pytest.mark.alone

@@ -52,6 +52,30 @@ def test_the_table_behind_a_cached_prefix(bench: Bench) -> None:
     assert "note: prefill rates: " in out
 
 
+@pytest.mark.parametrize(
+    ("cell", "cached", "note"),
+    [
+        ("--no-deterministic", 96, "note: 96 of the 100 tokens of --cached came from the prefix cache"),
+        ("--deterministic", 0, "note: 0 of the 100 tokens of --cached came from the prefix cache"),
+    ],
+)
+def test_tokens_that_the_cache_does_not_give_are_counted(cell: str, cached: int, note: str, bench: Bench) -> None:
+    asked = ["--tokens=40", "--cached=100", cell]
+    code, out, err = bench(*asked, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    figures = found["figures"]
+    assert figures["cached_tokens"] == cached
+    assert figures["tokens_per_s"] == pytest.approx((40 + 100 - cached) / figures["ttft_s"])
+    assert any(f"note: {told}".startswith(note) for told in found["notes"])
+
+
+def test_rates_that_nothing_measured_are_unknown(bench: Bench) -> None:
+    code, out, err = bench("--tokens=40", "--resident=100", "--gpu=sim:64MiB")
+    assert code == 0, err
+    assert "upload unknown, in service unknown; the CPU: unknown us per expert and unknown us per token" in out
+
+
 def test_long_prompts_are_streamed_with_deterministic(bench: Bench) -> None:
     """Whole cells, of 64 tokens here, are; a short prompt's experts are computed by the CPU."""
     code, out, err = bench("--tokens=40,320", "--deterministic", "--max-batch-tokens=64", "--json")
@@ -85,9 +109,13 @@ def test_without_streaming_nothing_is_copied(bench: Bench) -> None:
         ("--tokens=40,x", "Give numbers from 2 to"),
         ("--mode=both", "--mode"),
         ("--gpu=none", "No GPU is used"),
+        ("--prefill=cpu", "Use --mode cpu"),
+        ("--resident=50 --gpu-experts=3", "--resident excludes --gpu-experts"),
+        ("--gpu=sim:1MiB", "cannot hold tiny even without"),
+        ("--gpu=none --shape=deepseek-v3", "No GPU is used"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argument: str, words: str, bench: Bench) -> None:
-    code, _, err = bench("--tokens=40", argument)
+    code, _, err = bench("--tokens=40", *argument.split())
     assert code != 0
     assert words in err

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fakes import make_tokenizer
+from proa.bench import restart
 from proa.cli.bench_restart import run
+from proa.errors import UsageError
 from tiny import make_tiny
+
+
+def test_a_prefix_cache_dir_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match=rf"No folder can be made in {place}: .*--prefix-cache-dir"):
+            run([f"--prefix-cache-dir={place}"])
+
+
+def test_a_server_that_keeps_no_files_is_refused(tmp_path: Path) -> None:
+    row = {"name": "prefix cache files", "asked": "1 GiB", "got": "none", "why": "the prefix cache is off"}
+
+    def start() -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext({"url": "http://127.0.0.1:1", "decisions": [row]})
+
+    with pytest.raises(UsageError, match="keeps no prefix in files: the prefix cache is off"):
+        restart.run(restart.RestartOptions(), tmp_path, start, start)
 
 
 @pytest.mark.seldom

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,16 +13,21 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fakes import make_plan
+from proa.bench.hybrid import HybridOptions
 from proa.bench.latency import LatencyOptions, latency_figures
+from proa.bench.prefill import PrefillOptions
 from proa.bench.prompts import distinct_prompts
+from proa.bench.restart import OUTPUT_TOKENS, RestartOptions
 from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.serve import ServeBenchOptions, arrival_times, serve_figures
-from proa.bench.table import render
+from proa.bench.table import numbers_table, render
 from proa.bench.timing import Timing, spread_ms
+from proa.cli.bench_output import print_each
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
+from proa.config.value import from_text
 from proa.engine.stats import SchedulerStats, Stats, StepSeconds
-from proa.errors import UsageError
+from proa.errors import ProaError, UsageError
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 
 # starts at 10 s; first token after 0.5 s; then one every 0.1 s, with one stall of 0.3 s
@@ -170,6 +176,46 @@ def test_table_shows_every_figure_with_its_unit() -> None:
         assert shown in text
     assert "failed 3 times: HTTP 500" in text
     assert "RAM reads 40.0 GB/s (30.0 GB/s to 40.0 GB/s before and after the runs)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "group",
+    [LatencyOptions, ServeBenchOptions, RestartOptions, HybridOptions, PrefillOptions, EngineOptions],
+    ids=lambda group: group.__name__,
+)
+def test_numbers_of_tokens_may_be_written_with_k(group: type) -> None:
+    for name, declared in declarations(group).items():
+        if name.endswith("_tokens") and name != "page_tokens":  # of at most 256
+            assert from_text(declared, "1k", declared.spelling) == 1024, name
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_narrow_table_cuts_off_no_number(columns: int) -> None:
+    table = numbers_table(["requests", *["roof as placed"] * 9])
+    table.add_row("1", *["235512"] * 4, *["0.00527"] * 5)
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert "\u2026" not in text, "an ellipsis"
+    assert sum(map(str.isdigit, text)) == 1 + 6 * 4 + 6 * 5
+
+
+@pytest.mark.parametrize("ending", [ProaError("The engine died."), KeyboardInterrupt()])
+def test_results_before_an_error_are_printed(ending: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(report: Callable[[Result], None]) -> None:
+        report(make_result())
+        raise ending
+
+    with pytest.raises(type(ending)):
+        print_each(measure, lambda results: f"{len(results)} measured", as_json=False)
+    assert capsys.readouterr().out == "1 measured\n"
+
+
+def test_the_demo_has_room_for_the_default_prompts() -> None:
+    context = 8192  # of SmolLM2
+    restart, serve = RestartOptions(), ServeBenchOptions()
+    assert restart.prefix_tokens + restart.suffix_tokens + OUTPUT_TOKENS <= context
+    assert serve.input_tokens + serve.output_tokens <= context
 
 
 def test_options_are_declared_once_each() -> None:

@@ -50,6 +50,7 @@ def test_all_names_of_the_lists() -> None:
     custom = parse_shapes("2048x768/128/8")[0]
     assert (custom.hidden, custom.width, custom.experts, custom.top_k) == (2048, 768, 128, 8)
     assert parse_numbers(KernelOptions().tokens, "tokens", 1, MOST_TOKENS) == TOKENS
+    assert parse_numbers("1, 4k,1,4096", "tokens", 1, MOST_TOKENS) == (1, 4096)
 
 
 @pytest.mark.parametrize(

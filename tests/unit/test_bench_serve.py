@@ -217,6 +217,23 @@ def test_remote_servers_need_allow_remote() -> None:
         serve.run(ServeBenchOptions(), "http://192.0.2.1:8000")
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:8000", "127.0.0.1:8000", "ftp://localhost", "http:///v1", "http://[::1", "http://localhost:99999",
+     "http://localhost:x"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match=r"--url is .*such as http://127\.0\.0\.1:8000"):
+        serve.run(ServeBenchOptions(), address)
+
+
+def test_a_missing_key_names_the_option(script: Script, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = {"error": {"message": "The API key is missing or wrong."}}
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self._reply(401, refusal))
+    with pytest.raises(ProaError, match=r"answered 401: The API key is missing or wrong.*--api-key"):
+        serve.run(ServeBenchOptions(), url)
+
+
 def test_no_server_is_one_clear_error() -> None:
     with pytest.raises(ProaError, match="does not answer"):
         serve.run(ServeBenchOptions(), "http://127.0.0.1:1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -74,6 +75,29 @@ def test_folders(tmp_path: Path) -> None:
     finding = disk("cache", tmp_path / "file" / "below")
     assert finding.status == "broken"
     assert "cannot be written" in finding.detail
+
+
+def test_a_folder_that_this_user_may_not_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may look into all folders, so the refusal is simulated."""
+    stat, below = os.stat, tmp_path / "theirs" / "proa"
+
+    def refused(path: Any, **more: Any) -> os.stat_result:
+        if str(path) == str(below):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert disk("cache", below).name == "cache folder"
+
+
+def test_no_home_folder_is_a_finding() -> None:
+    unset = "[os.environ.pop(name, '') for name in ('HOME', 'PROA_CACHE', 'XDG_CACHE_HOME')]"
+    done = doctor("--json", before=f"import os, pwd; pwd.getpwuid = dict().__getitem__; {unset}")
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert findings["cache folder"]["status"] == "broken"
+    assert "this user has no home folder" in findings["cache folder"]["detail"]
+    assert findings["computing"]["status"] == "ok", "the checks after it are made too"
 
 
 def test_ports() -> None:

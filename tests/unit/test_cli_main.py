@@ -15,6 +15,11 @@ from proa.cli.main import COMMANDS, overview
 from proa.config.parse import HelpShown
 from proa.errors import EngineDead, ModelNotFound, ProaError, ResourceError
 
+NO_ACCESS = (
+    "proa: /root/model cannot be used: permission denied. Give this user access to it, or use another folder: "
+    "PROA_CACHE and HF_HOME move the caches.\n"
+)
+FULL_DISK = "proa: No space is left on the disk. Free some, or choose another disk.\n"
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "httpx", "rich", "yaml", "huggingface_hub", "asyncio")
 
 
@@ -135,6 +140,8 @@ def test_no_argument_shows_the_help() -> None:
         (ResourceError("Too large."), 4, "proa: Too large.\n"),
         (EngineDead("It died."), 6, "proa: It died.\n"),
         (ProaError("Odd."), 1, "proa: Odd.\n"),
+        (PermissionError(13, "Permission denied", "/root/model"), 2, NO_ACCESS),
+        (OSError(28, "No space left on device"), 4, FULL_DISK),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -155,6 +162,34 @@ def test_a_closed_output_pipe_is_not_an_error() -> None:
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert done.stderr == ""
         assert done.stdout.splitlines()[1] in ("0", "141")
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["serve", "--help-all"], ["models"]], ids=" ".join)
+def test_a_reader_that_is_gone_is_not_an_error(argv: list[str]) -> None:
+    """Neither for text, nor for a help page, nor for a table."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "proa.cli.main", *argv]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("closed", "argv", "code", "said"),
+    [
+        (">&-", "--version", 0, ""),
+        (">&-", "models", 0, ""),
+        ("2>&-", "nope", 2, ""),
+        ("<&-", "chat", 2, "proa: There is no prompt: standard input is empty. Give a prompt with -p TEXT.\n"),
+    ],
+)
+def test_a_closed_stream_is_empty(closed: str, argv: str, code: int, said: str) -> None:
+    command = f"{sys.executable} -m proa.cli.main {argv} {closed}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 def test_help_is_not_an_error_inside() -> None:

@@ -50,6 +50,7 @@ def test_ram_is_measured_before_the_engines_process_begins(tmp_path: Path, monke
     ("options", "message"),
     [
         ({"prefix_cache_dir": "file/kept", "prefix_cache_disk": 1 << 30}, "cannot be created in .*file"),
+        ({"prefix_cache_dir": "~no-such-user/kept", "prefix_cache_disk": 1 << 30}, "there is no such home folder"),
         ({"prefix_cache_dir": "file", "prefix_cache_disk": 1 << 30}, "--prefix-cache-dir, .*file, cannot be read"),
         ({"save_expert_counts": "none/counts"}, "--save-expert-counts .*counts cannot be written"),
     ],

@@ -89,6 +89,8 @@ def test_absolute_path(home: Path) -> None:
         ("demo-dens", "Did you mean demo-dense?"),
         ("/nowhere/at/all", "org/name"),
         ("no such thing", "proa models"),
+        ("Why is the sky blue? " * 20, "proa models"),  # longer than any file's name
+        ("~no-such-user/model", "proa models"),
     ],
 )
 def test_unknown_models(home: Path, model: str, said: str) -> None:

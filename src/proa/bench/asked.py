@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from proa.config.options import GpuOptions
+from proa.config.value import parse_tokens
 from proa.errors import UsageError
+from proa.machine.probe import probe
 from proa.plan.plan import GpuPlan, Plan
 
 
 def parse_numbers(text: str, param: str, least: int, most: int) -> tuple[int, ...]:
-    """Parse numbers such as "1,2,4,8", each once. Raises UsageError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and least <= int(word) <= most for word in words):
+    """Parse numbers such as "1,2,4k,8", each once. Raises UsageError."""
+    try:
+        numbers = [parse_tokens(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least or max(numbers) > most:
         takes = f"Give numbers from {least} to {most}, separated by commas."
         raise UsageError(f"--{param} is {text!r}.", takes, param=param)
-    return tuple(dict.fromkeys(map(int, words)))
+    return tuple(dict.fromkeys(numbers))
+
+
+def need_gpu(asked: GpuOptions) -> None:
+    """Raise UsageError if there can be no GPU, before a plan for the CPU alone is refused for lack of memory."""
+    if asked.gpu == "none":
+        raise _no_gpu("--gpu none")
+    if asked.gpu == "auto":
+        machine = probe()
+        if not machine.gpus:
+            raise _no_gpu(machine.gpus_note or "none found")
 
 
 def gpu_of(plan: Plan) -> GpuPlan:
     """The plan's GPU. Raises UsageError if it has none."""
     if plan.gpu is None:
         why = next((d.why for d in plan.decisions if d.name == "GPU"), "none was found")
-        raise UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")
+        raise _no_gpu(why)
     return plan.gpu
+
+
+def _no_gpu(why: str) -> UsageError:
+    return UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")

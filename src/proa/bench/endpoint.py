@@ -82,9 +82,11 @@ async def open_endpoint(
 ) -> AsyncIterator[Endpoint]:
     """Connect, and choose the model: `model` if the server has it, else the server's only model.
 
-    Raises UsageError for a remote URL without `allow_remote`, or if the model is ambiguous; ProaError if the server
-    does not answer.
+    Raises UsageError for what is no URL, a remote one without `allow_remote`, or if the model is ambiguous; ProaError
+    if the server does not answer.
     """
+    if not _is_http(url):
+        raise UsageError(f"--url is {url!r}.", "Give a server's address, such as http://127.0.0.1:8000.", param="url")
     if not (is_loopback(url) or allow_remote):
         raise UsageError(
             f"{url} is not on this machine.", "Add --allow-remote if you are allowed to put load on that server."
@@ -102,6 +104,14 @@ async def open_endpoint(
                 f"{url} serves {', '.join(served) or 'no model'}, not {model}.", "Choose a served model with --model."
             )
         yield Endpoint(http, model if model in served else served[0])
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an IPv6 address
+        return False
 
 
 def is_loopback(url: str) -> bool:
@@ -151,7 +161,7 @@ def _refused(path: str, status: int, content: bytes) -> ProaError:
         message = str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         message = content[:200].decode(errors="replace")
-    return ProaError(f"{path} answered {status}: {message}")
+    return ProaError(f"{path} answered {status}: {message}", "Give the key with --api-key." if status == 401 else "")
 
 
 def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> ProaError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from proa.bench.asked import gpu_of, parse_numbers
+from proa.bench.asked import gpu_of, need_gpu, parse_numbers
 from proa.bench.hybrid_ask import SETTLING_TOKENS, run_requests
 from proa.bench.hybrid_beside import MOST_TOKENS, Beside, ask_beside, beside_figures
 from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
@@ -56,6 +56,7 @@ from proa.errors import ProaError, UsageError
 from proa.machine.cost.turns import SHARED_TOKENS
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
+from proa.plan.opened import open_if_here
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
 from proa.weights.frequencies import ROUTERS
@@ -102,7 +103,9 @@ class HybridOptions:
         common=True,
     )
     context: int = option(1024, help="length of each prompt", kind="tokens", low=2, high=1 << 19, common=True)
-    output_tokens: int = option(64, help="least number of decode steps to time", low=2, high=1 << 19, common=True)
+    output_tokens: int = option(
+        64, help="least number of decode steps to time", kind="tokens", low=2, high=1 << 19, common=True
+    )
     router: str = option(
         "uniform", help="routing; uniform: all experts equally likely; zipf: a few hot experts; "
         "drift: other hot experts after --drift-tokens",
@@ -110,11 +113,11 @@ class HybridOptions:
     )  # fmt: skip
     drift_tokens: int = option(
         500, help="tokens per request before its hot experts change, and as many after it, for the placement to adapt",
-        low=20, high=1 << 18,
+        kind="tokens", low=20, high=1 << 18,
     )  # fmt: skip
     prompt_tokens: int | None = option(
         None, help="measure waiting times if a prompt of this length arrives while the requests decode",
-        low=2, high=1 << 19,
+        kind="tokens", low=2, high=1 << 19,
     )  # fmt: skip
     max_itl: str | None = option(
         None, help="with --prompt-tokens: as --max-itl of `proa serve`", metavar="GAP", kind="word"
@@ -122,7 +125,7 @@ class HybridOptions:
     runs: int = option(3, help="runs per number of requests; the run of median rate is reported", low=1, high=1000)
     max_batch_tokens: int | None = option(
         None, help="most tokens of one prefill step; default: 512, with --prompt-tokens that of `proa serve`",
-        low=1, high=1 << 20,
+        kind="tokens", low=1, high=1 << 20,
     )  # fmt: skip
     kv_dtype: str = option(
         "auto", help="type of the KV cache: as --kv-dtype of `proa serve`", choices=("auto", "bf16", "fp8")
@@ -150,6 +153,7 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     without them. Raises ProaError."""
     gpus, exact = options.engine.gpus, replace(options.engine.gpus, deferred_experts=0)
     case_of(options)
+    need_gpu(gpus)
     for asked in (exact, gpus) if gpus.deferred_experts else (gpus,):
         _run(replace(options, engine=replace(options.engine, gpus=asked)), report)
 
@@ -158,7 +162,7 @@ def _run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     notes = busy_notes()
     case = case_of(options)
     with case.shape.folder() as folder:
-        prepared = prepare(str(folder), case.engine)
+        prepared = prepare(case.shape.name, case.engine, opened=open_if_here(str(folder), case.engine.model))
         gpu = gpu_of(prepared.plan)
         some = 0 < sum(map(len, gpu.resident)) < sum(gpu.experts)
         if options.router == "drift" and not some:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from proa.bench.asked import gpu_of, parse_numbers
+from proa.bench.asked import gpu_of, need_gpu, parse_numbers
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_ask import greedy
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
@@ -32,11 +32,12 @@ from proa.config.options import (
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.handle import EngineHandle
 from proa.engine.stats import PrefillStats
-from proa.errors import ProaError
+from proa.errors import ProaError, UsageError
 from proa.machine.cost.prefill import CpuExpertCost
 from proa.machine.rates import GpuRate
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
+from proa.plan.opened import open_if_here
 from proa.plan.predict import prefill
 from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
@@ -79,7 +80,7 @@ class PrefillOptions:
     deterministic: bool = option(False, help="measure with --deterministic of `proa serve`")
     runs: int = option(5, help="prompts of each length; the median is reported, after two more that warm up", low=1)
     max_batch_tokens: int | None = option(
-        None, help="most tokens computed at once; default: as `proa serve`", low=1, high=1 << 20
+        None, help="most tokens computed at once; default: as `proa serve`", kind="tokens", low=1, high=1 << 20
     )
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
@@ -94,9 +95,11 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    """One prompt: its time to first token, and the counters of prefill before and after it."""
+    """One prompt: its time to first token, its tokens from the prefix cache, and the counters of prefill before and
+    after it."""
 
     ttft_s: float
+    cached: int
     before: PrefillStats
     after: PrefillStats
 
@@ -105,9 +108,10 @@ def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
     """Load the model, then measure each length and `report` each result. Raises ProaError."""
     notes, shape = busy_notes(), MODEL_SHAPES[options.shape].cut(options.layers)
     lengths = parse_numbers(options.tokens, "tokens", 2, MOST_PROMPT)
+    need_gpu(options.engine.gpus)
     with shape.folder() as folder:
         asked = _engine_options(options, shape, lengths)
-        prepared = prepare(str(folder), asked)
+        prepared = prepare(shape.name, asked, opened=open_if_here(str(folder), asked.model))
         gpu_of(prepared.plan)  # raises if there is none
         beside = planned(prepared, asked)  # before the engine takes the GPU's memory
         ram = ram_rate(asked.machine, prepared.machine)
@@ -122,6 +126,12 @@ def _engine_options(options: PrefillOptions, shape: ModelShape, lengths: Sequenc
     gpus: GpuOptions = options.engine.gpus
     if gpus.gpu_experts == "auto" and gpus.gpu_resident_layers is None:
         gpus = replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
+    elif options.resident:
+        raise UsageError(
+            "--resident excludes --gpu-experts and --gpu-resident-layers.", "Give only one of these options."
+        )
+    if gpus.prefill != "auto":
+        raise UsageError(f"--prefill {gpus.prefill} has no effect here.", f"Use --mode {gpus.prefill}.")
     page_tokens = CacheOptions().page_tokens
     tokens = options.cached + max(lengths) + 1
     pages = -(-tokens // page_tokens) + 1
@@ -159,7 +169,8 @@ async def _measure_all(
         for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
             figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
-            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided)))
+            found = _cached_notes(options.cached, figures["cached_tokens"] or 0)
+            report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided, *found)))
     finally:
         await engine.close()
 
@@ -173,22 +184,31 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
     runs = []
     for number, prompt in enumerate(prompts):
         before = engine.stats.prefill
-        ttft_s = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
-        runs.append(_Run(ttft_s, before, engine.stats.prefill))
+        ttft_s, cached = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
+        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill))
     return runs[2:]
 
 
-async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> float:
-    """Return the seconds to the first token; only one is generated. Raises ProaError if there is none."""
-    begin, took_s = time.perf_counter(), None
+def _cached_notes(asked: int, cached: float) -> tuple[str, ...]:
+    """A note if the prefix cache gave fewer tokens than asked for: it has whole pages, states at some places, and with
+    --deterministic whole cells."""
+    if cached >= asked:
+        return ()
+    return (f"{cached:.0f} of the {asked} tokens of --cached came from the prefix cache; the others were computed",)
+
+
+async def _first_token(engine: EngineHandle, prompt: list[int], name: str) -> tuple[float, int]:
+    """Return the seconds to the first token, and how many tokens came from the prefix cache; only one is generated.
+    Raises ProaError if there is none."""
+    begin, took_s, cached = time.perf_counter(), None, 0
     async with aclosing(engine.generate(greedy(name, prompt, 1))) as events:
         async for event in events:
             if event.error:
                 raise ProaError(f"The engine generated no token: {event.error}", "Report this as a bug.")
-            took_s = took_s or time.perf_counter() - begin
+            took_s, cached = took_s or time.perf_counter() - begin, event.cached_tokens or cached
     if took_s is None:
         raise ProaError("The engine generated no token.", "Report this as a bug.")
-    return took_s
+    return took_s, cached
 
 
 def _figures(
@@ -197,28 +217,30 @@ def _figures(
     plan, gpu, rates = prepared.plan, gpu_of(prepared.plan), measured.gpu
     one = sorted(runs, key=lambda run: run.ttft_s)[len(runs) // 2]
     now = runs[-1].after
-    copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0
+    copies = now.copy_bytes_per_s or gpu.pcie_bytes_per_s or 0.0  # 0: unknown, nothing was copied
     upload = copies if rates is None else rates.pcie_bytes_per_s
     shape = Shape.of(prepared.declared.spec, gpu)
-    operations = shape.flops(tokens, options.cached)
-    flops = None if rates is None else rates.flops_per_s_for(operations)
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     own_s = one.after.own_seconds - one.before.own_seconds
-    chunks = -(-tokens // plan.max_batch_tokens)
+    computed = tokens + options.cached - one.cached
+    operations = shape.flops(computed, one.cached)
+    flops = None if rates is None else rates.flops_per_s_for(operations)
+    chunks = -(-computed // plan.max_batch_tokens)
     launches = chunks * sum(in_ram > 0 for _, in_ram, _, _ in shape.layers)
     cpu, own_each_s = CpuExpertCost(now.cpu_expert_seconds, now.cpu_pair_seconds), own_s / max(1, launches)
     limits = Limits(upload, cpu, measured.ram, flops, own_each_s, chunks)
     bound, overlapped = (
-        bound_s(shape, tokens, options.cached, options.router, limits, in_turn=in_turn) for in_turn in (True, False)
+        bound_s(shape, computed, one.cached, options.router, limits, in_turn=in_turn) for in_turn in (True, False)
     )
     return {
         "tokens": float(tokens),
+        "cached_tokens": float(one.cached),
         "ttft_s": one.ttft_s,
         "ttft_s_least": min(run.ttft_s for run in runs),
         "ttft_s_most": max(run.ttft_s for run in runs),
         "ttft_s_median": median(run.ttft_s for run in runs),
-        "tokens_per_s": tokens / one.ttft_s,
+        "tokens_per_s": computed / one.ttft_s,
         "bound_s": bound,
         "bound_share": None if bound is None else bound / one.ttft_s,
         "overlapped_bound_s": overlapped,
@@ -235,11 +257,11 @@ def _figures(
         "decided_s": one.after.decided_seconds - one.before.decided_seconds,
         "routed": float(one.after.routed - one.before.routed),
         "prediction_error": prediction_error(one.before, one.after),
-        "upload_bytes_per_s": upload,
-        "copy_bytes_per_s": now.copy_bytes_per_s,
+        "upload_bytes_per_s": upload or None,
+        "copy_bytes_per_s": now.copy_bytes_per_s or None,
         "ram_bytes_per_s": measured.ram,
-        "cpu_expert_us": 1e6 * now.cpu_expert_seconds,
-        "cpu_pair_us": 1e6 * now.cpu_pair_seconds,
+        "cpu_expert_us": 1e6 * now.cpu_expert_seconds or None,
+        "cpu_pair_us": 1e6 * now.cpu_pair_seconds or None,
         "flops_per_s": flops,
         "burst_flops_per_s": None if rates is None else rates.flops_per_s,
         "ring_bytes": float(gpu.ring_bytes),

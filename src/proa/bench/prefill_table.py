@@ -29,12 +29,17 @@ def render_prefill(results: Sequence[Result]) -> Group:
     for found in results:
         table.add_row(*_row(found.figures))
     last = results[-1].figures
-    upload, in_service, ring = (last[name] or 0 for name in ("upload_bytes_per_s", "copy_bytes_per_s", "ring_bytes"))
+    upload, in_service = (_rate(last[name]) for name in ("upload_bytes_per_s", "copy_bytes_per_s"))
+    ring = format_bytes(last["ring_bytes"] or 0)
     rates = (
-        f"upload {format_rate(upload)}, in service {format_rate(in_service)}; the CPU: {number(last['cpu_expert_us'])} "
-        f"us per expert and {number(last['cpu_pair_us'])} us per token of it; ring {format_bytes(ring)}"
+        f"upload {upload}, in service {in_service}; the CPU: {number(last['cpu_expert_us'])} us per expert and "
+        f"{number(last['cpu_pair_us'])} us per token of it; ring {ring}"
     )
     return framed(results, table, Text(rates), Text(_LEGEND))
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "unknown" if bytes_per_s is None else format_rate(bytes_per_s)
 
 
 def _row(figures: dict[str, float | None]) -> list[str]:

@@ -20,7 +20,8 @@ from proa.bench.result import Result, result
 from proa.cache.keys import run_pages
 from proa.config.field import option
 from proa.config.options import EngineOptions
-from proa.errors import ProaError
+from proa.errors import ProaError, UsageError
+from proa.plan.prefix_files import ROW
 from proa.plan.prepare import prepare, ram_rate
 from proa.plan.speeds import Speeds
 
@@ -36,9 +37,11 @@ class RestartOptions:
 
     model: str = option("demo", help="model to serve", metavar="MODEL", common=True)
     prefix_tokens: int = option(
-        16384, help="length of the shared prefix", kind="tokens", low=256, high=1 << 30, common=True
+        4096, help="length of the shared prefix", kind="tokens", low=256, high=1 << 30, common=True
     )
-    suffix_tokens: int = option(64, help="length of each prompt's own end", low=2, high=1 << 20, common=True)
+    suffix_tokens: int = option(
+        64, help="length of each prompt's own end", kind="tokens", low=2, high=1 << 20, common=True
+    )
     runs: int = option(5, help="number of timed prompts with the prefix in memory", low=1, high=1000, common=True)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -60,6 +63,7 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
     yield its report; the second one ends by SIGKILL. Raises ProaError."""
     notes = busy_notes()
     with start_killed() as report:
+        _keeps_files(report)
         before = asyncio.run(_first(options, folder, report["url"]))
     beside, speeds = _planned(options)  # no server has the memory now
     files = sorted(folder.glob("*.kv"))
@@ -80,6 +84,13 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
         figures |= predicted_restart(beside.plan, beside.work, speeds, **lengths, restore_s=restore_s)
         figures |= rates_used(speeds)
     return result("restart", QUESTION, options.model, options, figures, notes=notes)
+
+
+def _keeps_files(report: dict[str, Any]) -> None:
+    """Raise UsageError if the server's plan keeps no prefix in files: none would ever be stored."""
+    for row in report["decisions"]:
+        if row["name"] == ROW and row["got"] == "none":
+            raise UsageError(f"The server keeps no prefix in files: {row['why']}.", "Change these options.")
 
 
 def _planned(options: RestartOptions) -> tuple[Planned, Speeds | None]:

@@ -42,8 +42,8 @@ class ServeBenchOptions:
         None, help="requests per second, with Poisson arrivals; default: send the next request when one ends",
         metavar="PER_S", low=0.001, high=100_000, common=True,
     )  # fmt: skip
-    input_tokens: int = option(256, help="length of each prompt", low=2, high=1 << 30, common=True)
-    output_tokens: int = option(64, help="length of each answer", low=2, high=1 << 30, common=True)
+    input_tokens: int = option(256, help="length of each prompt", kind="tokens", low=2, high=1 << 30, common=True)
+    output_tokens: int = option(64, help="length of each answer", kind="tokens", low=2, high=1 << 30, common=True)
     warmup: int = option(1, help="number of untimed requests before them", low=0, high=1000)
     timeout_s: float = option(600.0, help="seconds without data after which a request has failed", low=1, high=86400)
     engine: EngineOptions = field(default_factory=EngineOptions)

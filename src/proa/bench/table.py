@@ -100,10 +100,11 @@ def made_by(version: str, commit: str | None, date: str) -> str:
 
 
 def numbers_table(columns: Iterable[str]) -> Table:
-    """A table of right-aligned columns."""
-    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
+    """A table of right-aligned columns. On a narrow terminal cells take several lines: a number that is cut off would
+    read as another one."""
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for column in table.columns:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"
     return table
 
 

@@ -41,12 +41,14 @@ def run_apart(work: Callable[[], T], limit_s: float) -> T:
     theirs.close()
     try:
         if not mine.poll(max(0.0, limit_s)):
-            process.kill()
             raise OutOfTime
         kind, result = pickle.loads(mine.recv_bytes())
     except EOFError:
         process.join()
         raise PathFailed(_ending(process.exitcode)) from None
+    except BaseException:  # out of time, Ctrl-C, or a signal that ends this process
+        process.kill()
+        raise
     finally:
         mine.close()
         process.join()

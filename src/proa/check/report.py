@@ -84,7 +84,7 @@ def answer(report: Report) -> str:
     if report.answer is Answer.NO:
         return f"no: {report.wrong} of {count} paths differ from the reference, {took}"
     if report.answer is Answer.NONE:
-        return f"no answer: {_missing(report)}, {took}"
+        return f"no answer: {_missing(report)}. The check took {report.seconds:.0f} s"
     more = f"; {len(report.skipped)} were not checked" if report.skipped else ""
     return f"yes: {count} path{'s' * (count > 1)} agree{'s' * (count == 1)} with the reference{more}, {took}"
 

@@ -30,13 +30,17 @@ def print_each(
     measure: Callable[[Callable[[Result], None]], None], render: Callable[[Sequence[Result]], RenderableType], *,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the results that `measure` reports: one JSON object per line, as they come, or one table at the end."""
+    """Print the results that `measure` reports: one JSON object per line, as they come, or one table at the end, also
+    if an error or Ctrl-C ends it."""
     if as_json:
         measure(lambda found: write_out(msgspec.json.encode(found).decode() + "\n"))
         return
     results: list[Result] = []
-    measure(results.append)
-    console_out().print(render(results))
+    try:
+        measure(results.append)
+    finally:
+        if results:
+            console_out().print(render(results))
 
 
 def print_result(result: Result, *, as_json: bool) -> int:

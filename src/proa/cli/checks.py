@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -145,13 +146,17 @@ def _bandwidth(machine: Machine, measured: Examined) -> Finding:
 
 def _disks() -> Iterator[Finding]:
     sockets = Path(tempfile.gettempdir())  # the private sockets between Proa's processes
-    for name, folder in (("cache", read_env().cache), ("model hub", _hub_cache()), ("temporary", sockets)):
+    try:
+        yield disk("cache", read_env().cache)
+    except UsageError as e:  # no home folder
+        yield Finding("cache folder", "broken", e.message, e.remedy)
+    for name, folder in (("model hub", _hub_cache()), ("temporary", sockets)):
         yield disk(name, folder)
 
 
 def disk(name: str, folder: Path) -> Finding:
     """Check that files can be written below a folder (which may not exist yet), and how much space is free."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))  # False without access, unlike Path's
     try:
         with tempfile.TemporaryFile(dir=existing):
             free_bytes = shutil.disk_usage(existing).free

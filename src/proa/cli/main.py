@@ -7,19 +7,22 @@ fast.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 from proa.cli.command import full_help, load_command
 from proa.config.bytecode import keep_bytecode
 from proa.config.env import read_env
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
-from proa.errors import ProaError, UsageError
+from proa.errors import ProaError, ResourceError, UsageError
 from proa.obs.console import write_err, write_out
 from proa.obs.version import proa_version
 
@@ -45,14 +48,14 @@ COMMANDS = {
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+_WITH_FOLDERS = ("bench", "check")  # commands with temporary folders, which they remove on SIGTERM and SIGHUP too
 
 
 def main() -> int:
     """Entry point of the `proa` script: run the command line, print errors, return the exit code."""
+    _open_closed_streams()
     try:
-        return run(sys.argv[1:])
-    except HelpShown as help_shown:
-        return _write(help_shown.text)
+        return _run_or_help(sys.argv[1:])
     except ProaError as error:
         if _debug():
             traceback.print_exc()
@@ -65,11 +68,28 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - top level: print one line instead of a traceback
         if _debug():
             traceback.print_exc()
+        if isinstance(error, PermissionError) and error.filename is not None:
+            write_err(f"proa: {error.filename} cannot be used: permission denied. {_OTHER_FOLDER}\n")
+            return UsageError.exit_code
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" for {error.filename}" if error.filename is not None else ""
+            write_err(f"proa: No space is left on the disk{where}. Free some, or choose another disk.\n")
+            return ResourceError.exit_code
         what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".:")
         write_err(f"proa: unexpected error: {what}. Set PROA_LOG=debug for the traceback, and report it.\n")
         return 1
     finally:
         gc.freeze()  # the garbage collection at exit would scan all modules for 0.15 s
+
+
+_OTHER_FOLDER = "Give this user access to it, or use another folder: PROA_CACHE and HF_HOME move the caches."
+
+
+def _run_or_help(argv: Sequence[str]) -> int:
+    try:
+        return run(argv)
+    except HelpShown as help_shown:
+        return _write(help_shown.text)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -88,6 +108,10 @@ def run(argv: Sequence[str]) -> int:
     env = read_env()  # raises UsageError for a misspelt PROA_ variable before any work
     with contextlib.suppress(UsageError):  # no home folder
         keep_bytecode(env.cache)
+    if word in _WITH_FOLDERS:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                signal.signal(number, _unwind)
     return load_command(COMMANDS[word].module)(argv[1:])
 
 
@@ -111,6 +135,20 @@ first steps:
   proa COMMAND --help-all    all options (proa --help-all: of every command)
   proa --version
 """
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller has closed (`proa serve demo >&-`): Python has None in
+    their place, and the next file or socket would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open until the process ends
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _write(text: str) -> int:

@@ -46,7 +46,7 @@ def _print(models: Sequence[ListedModel]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("name", "parameters", "size", "here", "what"):
-        table.add_column(title, overflow="fold", no_wrap=title != "what")
+        table.add_column(title, overflow="fold")
     for model in models:
         here = "yes" if model.path else ""
         row = (model.name, _parameters(model), format_bytes(model.size_bytes), here, _what(model))

@@ -6,6 +6,8 @@ the hub for a newer version. Never: HTTP libraries, so that a wrong name is refu
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +59,32 @@ def _local(model: str) -> Path | None:
         raise UsageError(
             f"{model!r} is not a model name.", "Give a folder, a .gguf file, a hub id (org/name) or an alias."
         )
-    path = Path(model).expanduser()
+    path = _path(model)
     reference = parse_reference(model)
     names_part_of_repo = reference is not None and model != reference.repo  # org/name:folder/file.gguf
     written_as_path = _WRITTEN_AS_PATH.fullmatch(model) is not None and not names_part_of_repo
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # `proa chat` with the question in the model's place
+            raise
+        raise _not_found(model) from error
+    if is_file:
         if path.suffix == ".gguf":
             return path.absolute()
         raise UsageError(
             f"{path} is a file, but not a .gguf file.", f"Give the model's folder: {path.absolute().parent}."
         )
-    if path.is_dir() and (written_as_path or "/" in model or _holds_model(path)):
+    if is_folder and (written_as_path or "/" in model or _holds_model(path)):
         return path.absolute()
     if written_as_path:
         raise _not_found(model)
     return None
+
+
+def _path(model: str) -> Path:
+    """The path that `model` would be; "~name" of an unknown user stays as it is."""
+    return Path(os.path.expanduser(model))
 
 
 def _holds_model(folder: Path) -> bool:
@@ -79,7 +92,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _not_found(model: str) -> ModelNotFound:
-    path = Path(model).expanduser().absolute()
+    path = _path(model).absolute()
     hint = did_you_mean(path.name, [*_models_in(path.parent), *load_aliases(), *DEMO_NAMES])
     return ModelNotFound(
         f"There is no model {model}: no such folder or .gguf file, and no such alias.",

@@ -32,4 +32,8 @@ def console_out() -> Console:
     """Return the console for tables that are a command's result, on stdout."""
     from rich.console import Console  # imported here, as `proa --help` does not need it
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+    class ResultConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # Rich's own exits with 1, which means "no" or "broken" in some commands
+
+    return ResultConsole(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)

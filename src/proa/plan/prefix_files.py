@@ -19,7 +19,7 @@ HEADER_BYTES = 4096  # more than the header of a file
 
 NO_COPIES = "there are no copies of states, so the prefix cache is off"
 
-_ROW = "prefix cache files"
+ROW = "prefix cache files"  # of the start-up table
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prefix_files(options: EngineOptions, model: str, need: Demand) -> FilesAsked
         )
     buffers = BUFFERS * size.run_bytes
     why = f"in {folder}; written behind the steps, {format_bytes(buffers)} of RAM for buffers{size.note}"
-    return FilesAsked(PrefixFiles(folder, limit), (Decision(_ROW, word, word, why),), buffers)
+    return FilesAsked(PrefixFiles(folder, limit), (Decision(ROW, word, word, why),), buffers)
 
 
 def without_copies(asked: FilesAsked, copies: int, need: Demand) -> FilesAsked:
@@ -83,4 +83,4 @@ def without_copies(asked: FilesAsked, copies: int, need: Demand) -> FilesAsked:
 
 
 def _none(word: str, why: str) -> FilesAsked:
-    return FilesAsked(None, (Decision(_ROW, word, "none", why),))
+    return FilesAsked(None, (Decision(ROW, word, "none", why),))

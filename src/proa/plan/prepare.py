@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from proa.config.options import EngineOptions, MachineOptions
+from proa.errors import UsageError
 from proa.hub.locate import locate
 from proa.machine.machine import Machine
 from proa.machine.machine_file import Kernels
@@ -70,7 +71,13 @@ def with_paths(asked: EngineOptions, *, elsewhere: bool = False) -> EngineOption
         check_writable(file)
         gpus = replace(gpus, save_expert_counts=str(file))
     if cache.prefix_cache_dir is not None:
-        folder = Path(cache.prefix_cache_dir).expanduser().absolute()
+        try:
+            folder = Path(cache.prefix_cache_dir).expanduser().absolute()
+        except RuntimeError as error:
+            raise UsageError(
+                f"--prefix-cache-dir is {cache.prefix_cache_dir}, but there is no such home folder.",
+                "Give an absolute path.", param="prefix_cache_dir",
+            ) from error  # fmt: skip
         if not elsewhere:
             check_folder(folder)
         cache = replace(cache, prefix_cache_dir=str(folder))

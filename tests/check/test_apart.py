@@ -1,0 +1,31 @@
+"""Paths of `proa check` in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from proa.check.apart import OutOfTime, run_apart
+
+
+def test_an_interrupted_check_does_not_wait_for_its_path() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, began_s = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_apart(lambda: time.sleep(15), 60.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_path_beyond_the_time_limit_is_ended() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(OutOfTime):
+        run_apart(lambda: time.sleep(15), 0.1)
+    assert time.monotonic() - began_s < 10
