@@ -58,6 +58,7 @@ ReadAhead::ReadAhead(Host& host) : host_(host) {
 
 ReadAhead::~ReadAhead() {
     end();
+    host_.pool.settle();  // a late worker may still read pieces
     host_.reads_ahead.store(false);
 }
 
