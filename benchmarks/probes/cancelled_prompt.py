@@ -37,7 +37,7 @@ from proa.types import EngineRequest, Sampling
 
 LIMIT_MS, POLL_S, MOST_WAIT_S = 100.0, 0.0002, 30.0
 SHORT_TOKENS, ALONE = 16, 5  # of the short prompt; how often prompts are timed on an idle engine
-STEP_S = 0.03  # a prompt that is alone is computed in turns of about this time: a cancellation may come at any of it
+STEP_S = 0.03  # some turns of a prompt that is alone (ALONE_S in machine/cost/turns.py): a cancellation may come at any
 KINDS = ("freed", "short", "next")
 TINY = ModelShape(
     name="tiny", hidden=128, layers=16, heads=4, kv_heads=2, head_dim=32, experts=16, top_k=4, width=64, vocab=512

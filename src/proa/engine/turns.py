@@ -215,7 +215,7 @@ class PrefillTurns:
             self._learned = tokens, block_s
 
     def finish(self) -> None:
-        """Compute blocks for some 0.01 s (blocks_alone), or all that are left, so that new requests and cancellations
+        """Compute blocks for about ALONE_S (blocks_alone), or all that are left, so that new requests and cancellations
         are seen soon. Called when no request decodes."""
         self.rest()
         if self._held and not self._done:

@@ -63,6 +63,16 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield from (((key, name), value) for name, value in schema[key].items())
 
 
+def reference(ref: object, root: object) -> dict[str, Any] | None:
+    """Return the schema that a $ref of the form "#/$defs/Name" points to, or None."""
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    found: Any = root
+    for step in ref[2:].split("/"):
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
+
+
 def constraint_error(constraint: Constraint, what: str, remedy: str) -> RequestError:
     return RequestError(f"{constraint.param} cannot be used: {what}.", remedy, param=constraint.param)
 
@@ -114,12 +124,8 @@ def _tells_apart(name: str, schemas: Sequence[Mapping[str, Any]]) -> bool:
 
 def _target(schema: object, root: object) -> dict[str, Any]:
     """Return the schema that a $ref within the document points to; without one the schema itself."""
-    found: Any = schema
-    if isinstance(schema, dict) and str(schema.get("$ref")).startswith("#/"):
-        found = root
-        for step in schema["$ref"][2:].split("/"):
-            found = found.get(step) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+    own = schema if isinstance(schema, dict) else {}
+    return reference(own.get("$ref"), root) or own
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:

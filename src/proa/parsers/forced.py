@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from proa.errors import RequestError
-from proa.grammar.json_schema import for_llguidance
+from proa.grammar.json_schema import for_llguidance, reference
 from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
-from proa.parsers.typed import is_text, reference
+from proa.parsers.typed import is_text
 from proa.types import Constraint, Tag, Tags
 
 _CHOICES = ("anyOf", "oneOf", "allOf")

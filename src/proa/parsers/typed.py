@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from proa.grammar.json_schema import reference
 from proa.parsers.calls import Malformed, Schema, load_json, load_loosely
 
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)")
@@ -106,13 +107,3 @@ def _stated(schema: Schema) -> Iterable[str]:
         values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
         return (_PYTHON_TYPES.get(type(v), "array" if isinstance(v, list) else "object") for v in values)
     return ("object",) if "properties" in schema else ("array",) if "items" in schema else ()
-
-
-def reference(ref: Any, root: Schema) -> Schema | None:
-    """Return the schema that a $ref of the form "#/$defs/Name" points to, or None."""
-    if not isinstance(ref, str) or not ref.startswith("#/"):
-        return None
-    found: Any = root
-    for step in ref[2:].split("/"):
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
