@@ -61,6 +61,8 @@ ACCEPTED: dict[str, tuple[Constraint, list[str], list[str]]] = {
     "union": (union("kind"), ['{"kind":"cat","age":1}', '{"kind":"dog"}'], ['{"kind":"cow"}', '{"age":1}']),
     "union with discriminator": (union(discriminator={"propertyName": "kind"}),
                                  ['{"kind":"dog","age":1}'], ['{"age":1}', "{}"]),
+    "union with a slash in a name": (Constraint.json({"oneOf": [{"type": "null"}, {"$ref": "#/$defs/a~1b"}],
+                                                      "$defs": {"a/b": {"type": "integer"}}}), ["null", "7"], ['"x"']),
     "nullable": (Constraint.json({"oneOf": [{"type": "null"}, {"$ref": "#/definitions/a"}],
                                   "definitions": {"a": {"type": "array", "uniqueItems": False}}}),
                  ["null", "[1]"], ["1"]),
