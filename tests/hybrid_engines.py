@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines import COPIES, Loaded
+from on_host import host_executor
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.gpu_plan import top_k
 from proa.engine.executors.batch import StepLimits
@@ -34,6 +35,7 @@ from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import traits_of
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
+from proa.ops.sizes import prompt_rows
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Ops
 from proa.weights.checkpoint import open_checkpoint
@@ -108,7 +110,8 @@ def load_split(
     folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
     keep: list[Kept] | None = None, kv: KvStorage | None = None, new_host: NewHost = HostTransport, **override: object,
 ) -> Loaded:  # fmt: skip
-    """device: "sim" or "cuda". Each executor's experts are added to `keep`. new_host: makes the transport of "sim"."""
+    """device: "sim", "cuda", or "host" for the executor of a GPU, on the CPU. Each executor's experts are added to
+    `keep`. new_host: makes the transport of "sim"."""
     checkpoint = open_checkpoint(folder, "auto", override)
     declared = checkpoint.declare()
     spec, cuda = declared.spec, device == "cuda"
@@ -153,6 +156,9 @@ def load_split(
         caches = allocate_pool(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
+        limits = limits if split.prefill is None else replace(limits, block_rows=prompt_rows(limits.rows))
+        if device == "host":
+            return host_executor(model, caches, limits, session=hybrid)
         if not cuda:
             like = LikeGpu(overlap=True, chunk_rows=limits.rows, beside=split.beside)
             return EagerExecutor(model, caches, limits.page_tokens, hybrid, like=like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from have_gpu import HAVE_GPU
 from proa.engine.executors.batch import StepLimits
-from proa.engine.executors.device_queue import Mark
+from proa.engine.executors.device_queue import Cut, Mark
 from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import Session
@@ -39,6 +40,9 @@ class HostQueue:
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         return launch
+
+    def capture_in_pieces(self, launch: Callable[[Cut], None]) -> Callable[[], None]:
+        return partial(launch, lambda action: action())
 
     def finish(self) -> None:
         pass
@@ -67,13 +71,20 @@ class OnHost:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.spec, self.blocks = decoder.spec, decoder.blocks
-        self.argmax, self.logits = decoder.argmax, decoder.logits
+        self.argmax, self.logits, self.embedded = decoder.argmax, decoder.logits, decoder.embedded
 
     def __call__(self, tokens: Tensor, step: Step, kept: Mapping[int, Tensor] | None = None) -> Tensor:
         live, inputs = _live(step)
         out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
         if live:
             out[:live] = self._decoder(tokens[:live], inputs, kept)
+        return out
+
+    def block(self, number: int, x: Tensor, step: Step) -> Tensor:
+        live, inputs = _live(step)
+        out = torch.zeros_like(x)
+        if live:
+            out[:live] = self._decoder.block(number, x[:live], inputs)
         return out
 
     def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:

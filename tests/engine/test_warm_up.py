@@ -12,6 +12,7 @@ from proa.engine.building.start_time import WARM_UP_S, within
 from proa.engine.building.warm_up import warm_up
 from proa.engine.ipc import Loading
 from proa.errors import ResourceError
+from proa.ops import sizes
 from proa.plan.plan import GpuPlan, VramBudget
 
 A, B = "6dd8c5a1-0000-1111-2222-333344445555", "77777777-0000-1111-2222-333344445555"
@@ -66,7 +67,6 @@ def test_tasks_run_until_the_time_limit(each_s: float, done: int, got: str, why:
 
 
 def test_rows_of_warm_up() -> None:
-    graphs = pytest.importorskip("proa.engine.executors.graphs")
-    assert graphs.warm_rows(1) == []
-    assert graphs.warm_rows(20) == [2, 3, 4, 5, 8, 9, 16, 17, 20]
-    assert max(graphs.warm_rows(8192)) == 8192
+    assert sizes.warm_rows(1) == []
+    assert sizes.warm_rows(20) == [2, 3, 4, 5, 8, 9, 16, 17, 20]
+    assert max(sizes.warm_rows(8192)) == 8192

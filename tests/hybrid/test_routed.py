@@ -120,7 +120,7 @@ def test_a_pass_goes_on_so_only_where_that_gains(
     monkeypatch.setattr("proa.hybrid.streaming.routing_gain_s", gain_s)
     layers = len(streaming._streamed)
     assert layers > 1
-    for number, (probed, gained_s, routed) in enumerate([(0, 1.0, 0), (1, -1.0, 1), (1, 1.0, layers)], 1):  # noqa: B007
+    for number, (probed, gained_s, routed) in enumerate([(0, 1.0, 0), (1, -1.0, 1), (1, 1.0, 0), (1, 1.0, layers)], 1):  # noqa: B007
         streaming.probed_layers, streaming.rates, asked[:] = probed, EQUAL_SIDES, []
         before = streaming.totals.routed
         got = passed(executor, batch)

@@ -38,7 +38,7 @@ def test_start_up_row(capability: tuple[int, int]) -> None:
     assert (asked, got) == ("on", "experts of many tokens")
     assert "lossy" in why
     steps = "in steps of more than 160 rows"
-    assert why.endswith(steps)
+    assert steps in why
     whole = row(plan(80, capability=capability, fp8_activations=True), "fp8 activations")[2]
     assert whole.endswith(f"{steps} (a prompt of up to 512 tokens is padded to 32, 64, 128, 256 or 512 rows)")
     assert "fp8 activations" not in {decision.name for decision in off.decisions}

@@ -12,7 +12,7 @@ The JSON is printed twice, before loading (`ready` is null) and when the model i
     gpus         of each rank {rank, host, index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement,
                   blocks, experts, expert_bytes, owners, resident, spare, vram_moves, co_fetch, co_fetch_half,
                   read_ahead, ring_bytes, prefill, doorbell, fp8_activations, deferred, inclusive, prompt_graphs,
-                  device, gpu_only};
+                  block_graphs, device, gpu_only};
                   none without a GPU; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
                   dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
                   states_bytes, ring_bytes}; blocks, experts, expert_bytes, owners and resident have one entry per MoE

@@ -22,10 +22,11 @@ from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.loans import Loans, room_bytes
 from proa.hybrid.moves import Moves
+from proa.hybrid.pass_state import Asked
 from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Ring
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
-from proa.hybrid.streaming import Asked, Streaming
+from proa.hybrid.streaming import Streaming
 from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
 from proa.hybrid.uploads import Uploads
@@ -267,6 +268,15 @@ class HybridModel:
     def pass_is_alone(self) -> bool:
         """See Session."""
         return self.streaming is not None and self.streaming.alone
+
+    @property
+    def pass_is_regular(self) -> bool:
+        """See Session."""
+        return self.streaming is None or self.streaming.regular
+
+    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        """See Session."""
+        return nullcontext() if self.streaming is None else self.streaming.cutting(cut)
 
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part."""

@@ -21,7 +21,7 @@ class RoutedLayer:
     whose copies have started; draft: the layer's table, with the head in the bank."""
 
     own: NDArray[np.int64]
-    numbers: NDArray[np.int64]
+    numbers: NDArray[np.int32]
     started: NDArray[np.bool_]
     bank: Bank
     draft: Draft

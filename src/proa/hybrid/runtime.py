@@ -212,7 +212,6 @@ class HybridUnderway:
 
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         added = Added(self._of_cpu(), shared, gate)
-        self._streamed.summed()
         return self._device.finish(self._started, self._x, self.at, self._weights, added)
 
     def _of_cpu(self) -> Tensor | Bell | None:
@@ -226,6 +225,7 @@ class HybridUnderway:
             return bell
         out = self._x.new_empty(self._x.shape, dtype=torch.float32)
         self._transport.pull(out)
+        self._streamed.summed()
         return out
 
 

@@ -7,8 +7,8 @@ once. The experts of a layer are one group, or several if a bank of the ring doe
 banks in turn. The order on the device, for group n in bank b:
 
     copies      after the last launch that reads bank b (group n - 2): the experts of group n
-    launches    once: the tables of the pass, before the first copy; for each chunk of group n: pairs are located, and
-                the CPU's are pushed; wait for the copies; the GPU's experts; the CPU's sum
+    launches    once: the tables of the pass; for each chunk of group n: pairs are located, and the CPU's are pushed;
+                wait for the copies; the GPU's experts; the CPU's sum
 
 Copies of a group thus run beside the launches of the group before it, and the copy engine never waits for routing. The
 tables of a pass are its own: decode steps between the parts of a pass read theirs, in which these experts are the
@@ -16,9 +16,10 @@ CPU's. During a pass no expert moves, but for those of layers that it has passed
 no more: so no table of either kind gets stale. Where they may, the choices of a layer are fetched, and the host waits
 for them once it has launched the layer's experts for the last chunk: the device computes these meanwhile.
 
-A pass of one chunk whose layers are one group each begins divided by the routing. After its first layers it goes on so
-if that gains more than it costs, else like other passes, for which its tables are sent anew. The copies of a layer come
-in two parts then: the head, before its routing is known, and the tail, which the routing decides:
+A pass of one chunk whose layers are one group each begins divided by the routing, unless that gained nothing for the
+last ones as long (machine/cost/probes.py). After its first layers it goes on so if that gains more than it costs, else
+like other passes, for which its tables are sent anew. The copies of a layer come in two parts then: the head, before
+its routing is known, and the tail, which the routing decides:
 
     head of l   queued behind the tail of l - 1, so that the copy engine has work until the tail is known
     launches    the choice of experts is fetched, and the host waits for it; the layer's table is sent anew; pairs are
@@ -32,11 +33,10 @@ that is sent anew is that of l alone, on the stream of the launches; in this pas
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals, Times
+from proa.hybrid.pass_state import Asked, Pass
+from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals
 from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Group, Ring, groups_of
 from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
-from proa.hybrid.uploads import Fetched, Upload, Uploads, transfers_of
+from proa.hybrid.uploads import Uploads, transfers_of
 from proa.machine.cost.prefill import (
     LAYER,
     PROBED_LAYERS,
@@ -61,61 +62,11 @@ from proa.machine.cost.prefill import (
     routing_gain_s,
     taken_of,
 )
+from proa.machine.cost.probes import Probes
 from proa.machine.cost.turns import beside_pays
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
 from proa.ops.sizes import RING_BANKS as BANKS
-
-
-@dataclass(frozen=True)
-class Asked:
-    """mode: what computes experts in RAM for prompts, a value of --prefill; or "half" (proa check): half of each
-    layer's are streamed, whatever the rates. top_k: the largest of the model's layers."""
-
-    mode: str
-    top_k: int
-
-
-@dataclass
-class _Pass:
-    """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
-    then with what the device did since the mark before.
-
-    If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
-    the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;
-    gain_s: by which the pass is shorter, as far as it is known."""
-
-    tokens: int
-    chunks: int
-    groups: list[Group]
-    divisions: list[Division]
-    before: Counters  # of the CPU's jobs when the pass began
-    alone: bool = False  # the device computes all experts: the CPU gets no job
-    heat: NDArray[np.float32] | None = None
-    routed: bool = False
-    promotes: bool = False
-    at: int = 0  # the group under way
-    left: int = 0
-    uploads: dict[int, list[Upload]] = field(default_factory=dict)
-    nbytes: int = 0
-    streamed: int = 0  # experts, of the groups that are divided
-    copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
-    chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    tail: list[int] = field(default_factory=list)
-    divided: Divided | None = None
-    gain_s: float = 0.0
-    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
-    jobs: Counters | None = None  # the CPU's, when the layer before was divided
-    counts: Fetched | None = None  # of the layer's choices, for promotions
-    began_s: float = field(default_factory=time.perf_counter)
-    marks: list[tuple[int, Any]] = field(default_factory=list)
-
-    def times(self) -> Times:
-        """Add up the times between the marks. All launches of the pass must have ended."""
-        sums = [0.0] * len(Times._fields)
-        for (_, before), (what, mark) in itertools.pairwise(self.marks):
-            sums[what] += mark.seconds_since(before)
-        return Times(*sums)
 
 
 class Streaming:
@@ -136,11 +87,13 @@ class Streaming:
         self.overlay = Overlay(tables, sets)
         self._pieces = {i: layers[i].pieces() for i in self._streamed}
         self._free: list[Any] = [None] * BANKS  # reached once no launch reads the bank
-        self._pass: _Pass | None = None
-        self._launched: _Pass | None = None  # launched whole, not yet measured
+        self._pass: Pass | None = None
+        self._launched: Pass | None = None  # launched whole, not yet measured
         self._active = False
         self._seen: NDArray[np.float32] | None = None  # [layers, experts], tokens in passes divided by their routing
         self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
+        self._probes = Probes()
+        self._do: Callable[[Callable[[], None]], None] = _call  # what the host does between two launches of a layer
 
     @property
     def under_way(self) -> bool:
@@ -155,6 +108,21 @@ class Streaming:
     def alone(self) -> bool:
         """Whether there is a pass of which the CPU gets no job, not even an empty one."""
         return self._pass is not None and self._pass.alone
+
+    @property
+    def regular(self) -> bool:
+        """Whether the pass under way has the launches of every other regular one of as many tokens."""
+        one = self._pass
+        return one is not None and not (one.alone or one.routed) and all(group.of == 1 for group in one.groups)
+
+    @contextmanager
+    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        """Within the context, launches of a regular pass are captured: `cut` gets what the host does between two."""
+        self._do = cut
+        try:
+            yield
+        finally:
+            self._do = _call
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -184,31 +152,33 @@ class Streaming:
             count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
             experts = self._in_order(layer, self._hottest(layer, heat)[:count])
             groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
-        one = _Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
+        one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
         self._pass = one
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
-        self._publish(one)
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        if not routed:
-            self._count(one, sum(len(group.experts) for group in groups), sum(map(self._in_ram, self._streamed)))
         for at in range(min(1 if routed else BANKS, len(groups))):
             self._copy(one, at, groups[at].experts)
+        self._publish(one)
+        if not routed:
+            self._count(one, sum(len(group.experts) for group in groups), sum(map(self._in_ram, self._streamed)))
 
     def _is_routed(self, tokens: int, chunks: int) -> bool:
         """Whether a pass is divided by its routing."""
         if self._asked.mode != "auto" or chunks > 1 or not self.probed_layers:
             return False
-        return all(self.ring.groups(layer, self._in_ram(layer)) == 1 for layer in self._streamed)
+        if any(self.ring.groups(layer, self._in_ram(layer)) > 1 for layer in self._streamed):
+            return False
+        return self.probed_layers > len(self._streamed) or self._probes.due(tokens)
 
-    def _count(self, one: _Pass, streamed: int, of: int) -> None:
+    def _count(self, one: Pass, streamed: int, of: int) -> None:
         """Count the experts of layers that are divided: so many `of` those in RAM are streamed."""
         one.streamed += streamed
         self.totals.streamed += streamed
         self.totals.left_to_cpu += of - streamed
 
-    def _mark(self, one: _Pass, what: int) -> None:
+    def _mark(self, one: Pass, what: int) -> None:
         one.marks.append((what, self._uploads.mark()))
 
     def _divided(self, tokens: int, chunks: int, share: float) -> list[Division]:
@@ -244,7 +214,7 @@ class Streaming:
 
     def _in_ram(self, layer: int) -> int:
         """Number of the layer's experts that the CPU owns."""
-        return int((self._tables.owners[layer, : self._layers[layer].experts] == CPU).sum())
+        return int(np.count_nonzero(self._tables.owners[layer, : self._layers[layer].experts] == CPU))
 
     def _hottest(self, layer: int, heat: NDArray[np.float32] | None) -> NDArray[np.int64]:
         """The CPU's experts, the most chosen first."""
@@ -253,15 +223,15 @@ class Streaming:
 
     def _in_order(self, layer: int, experts: NDArray[np.int64]) -> list[int]:
         """The experts in the order of their numbers in RAM."""
-        numbers = self._tables.numbers(layer, experts.tolist())
-        return [int(expert) for _, expert in sorted(zip(numbers, experts, strict=True))]
+        found: list[int] = experts[self._tables.numbers(layer, experts).argsort()].tolist()
+        return found
 
-    def _copy(self, one: _Pass, at: int, experts: Sequence[int], first: int = 0) -> None:
+    def _copy(self, one: Pass, at: int, experts: Sequence[int], first: int = 0) -> None:
         """Start the copies of these experts of the group at this position, once its bank is free: to number `first` of
         the bank and the next ones."""
         group = one.groups[at]
         bank = self.ring.bank(group.layer, at % BANKS)
-        numbers = self._tables.numbers(group.layer, experts)
+        numbers: list[int] = self._tables.numbers(group.layer, experts).tolist()
         if not numbers:
             return
         up, down = self._pieces[group.layer]
@@ -289,15 +259,15 @@ class Streaming:
         one.groups[one.at] = replace(group, experts=[*group.experts, *one.tail])
         one.divided = Divided(found.of, tokens_of, None if self.jobs is None else self.jobs())
 
-    def _prepared(self, one: _Pass) -> RoutedLayer:
+    def _prepared(self, one: Pass) -> RoutedLayer:
         layer, head_of = one.groups[one.at].layer, np.array(one.groups[one.at].experts, np.int64)
         own, bank = self._hottest(layer, one.heat), self.ring.bank(layer, one.at % BANKS)
-        numbers = np.array(self._tables.numbers(layer, own.tolist()), np.int64)
+        numbers = self._tables.numbers(layer, own)
         draft = self.overlay.draft(layer)
         place(draft, bank, head_of)
         return RoutedLayer(own, numbers, np.isin(own, head_of), bank, draft)
 
-    def _go_on(self, one: _Pass, divided: Divided) -> None:
+    def _go_on(self, one: Pass, divided: Divided) -> None:
         """Once the layer's experts have been launched: start the copies of the next head, and what may wait so long."""
         at, layer = one.at, one.groups[one.at].layer
         one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
@@ -305,12 +275,14 @@ class Streaming:
         one.divisions[at] = divided.of
         self._count(one, divided.of.streamed, len(divided.tokens_of))
         one.seen[layer] = one.chosen
-        if at + 1 == self.probed_layers and one.gain_s <= 0:
-            self._divide_rest(one)
+        if at + 1 == self.probed_layers:
+            self._probes.note(one.tokens, gained=one.gain_s > 0)
+            if one.gain_s <= 0:
+                self._divide_rest(one)
         if at + 1 < len(one.groups):
             self._copy(one, at + 1, one.groups[at + 1].experts)
 
-    def _divide_rest(self, one: _Pass) -> None:
+    def _divide_rest(self, one: Pass) -> None:
         """Go on like a pass that was divided beforehand, from the next layer on."""
         one.routed = False
         for at in range(one.at + 1, len(one.groups)):
@@ -320,7 +292,7 @@ class Streaming:
             self._count(one, streamed, self._in_ram(group.layer))
         self._publish(one)
 
-    def _learn(self, one: _Pass, jobs: Counters | None) -> None:
+    def _learn(self, one: Pass, jobs: Counters | None) -> None:
         """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
         pass's end to be divided by them. jobs: of the CPU, up to that layer."""
         at = one.at - 1
@@ -337,7 +309,7 @@ class Streaming:
         """Whether the pass under way is divided by its routing."""
         return self._pass is not None and self._pass.routed
 
-    def _queued_s(self, one: _Pass) -> float:
+    def _queued_s(self, one: Pass) -> float:
         """Expected time until all copies that were started have arrived."""
         if all(upload.seconds() is not None for upload in one.uploads.get(one.at, ())):
             return 0.0
@@ -351,16 +323,17 @@ class Streaming:
         for layer, chosen in seen.items():
             self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
 
-    def _publish(self, one: _Pass) -> None:
-        """Send the tables of the pass, on the current stream, before any copy to the ring: the copy engine takes copies
-        in order, and a table sent later would wait for all experts that are under way."""
+    def _publish(self, one: Pass) -> None:
+        """Send the tables of the pass, on the current stream. A kernel reads them from pinned memory, so that they do
+        not wait for the experts that are under way."""
         self.overlay.publish([self._elsewhere(one, at) for at in range(len(one.groups))])
 
-    def _elsewhere(self, one: _Pass, at: int) -> Elsewhere:
+    def _elsewhere(self, one: Pass, at: int) -> Elsewhere:
         group = one.groups[at]
         bank = self.ring.bank(group.layer, at % BANKS)
-        up, down = ([to + i * of for i in range(len(group.experts))] for to, of in bank.strides)
-        return Elsewhere(group.layer, group.number, group.experts, up, down)
+        (up, up_bytes), (down, down_bytes) = bank.strides
+        number = np.arange(len(group.experts))
+        return Elsewhere(group.layer, group.number, group.experts, up + number * up_bytes, down + number * down_bytes)
 
     @property
     def groups(self) -> int:
@@ -396,6 +369,9 @@ class Streaming:
 
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""
+        self._do(self._join)
+
+    def _join(self) -> None:
         one = self._under_way
         if one.divided is not None:
             self._copy(one, one.at, one.tail, len(one.groups[one.at].experts) - len(one.tail))
@@ -409,16 +385,22 @@ class Streaming:
 
     def summed(self) -> None:
         """Note that the wait for the CPU's sum of a chunk has been launched."""
+        self._do(self._summed)
+
+    def _summed(self) -> None:
         self._mark(self._under_way, OF_CPU)
 
     @property
-    def _under_way(self) -> _Pass:
+    def _under_way(self) -> Pass:
         if self._pass is None:
             raise ValueError("no pass is under way")
         return self._pass
 
     def leave(self) -> None:
         """Note that the experts of one chunk of the group under way have been launched."""
+        self._do(self._leave)
+
+    def _leave(self) -> None:
         one = self._under_way
         self._mark(one, EXPERTS)
         one.left -= 1
@@ -492,3 +474,7 @@ class Streaming:
 
     def close(self) -> None:
         self._uploads.close()
+
+
+def _call(action: Callable[[], None]) -> None:
+    action()

@@ -112,9 +112,9 @@ class Tables:
             self.sender.send(self._host_share, self._share)
             self._share_changed = False
 
-    def numbers(self, layer: int, experts: Sequence[int]) -> list[int]:
+    def numbers(self, layer: int, experts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The numbers in RAM of experts that the CPU owns, by the host's tables."""
-        found: list[int] = self._numbers[layer, list(experts)].tolist()
+        found: NDArray[np.int32] = self._numbers[layer, np.asarray(experts, np.int64)]
         return found
 
     def rows(self) -> Tensor:
@@ -135,8 +135,8 @@ class Elsewhere:
     layer: int
     group: int
     experts: Sequence[int]
-    up: Sequence[int]
-    down: Sequence[int]
+    up: NDArray[np.int64]
+    down: NDArray[np.int64]
 
 
 class Overlay:
@@ -212,7 +212,7 @@ class Draft:
 
 def _place(addresses: NDArray[np.int64], numbers: NDArray[np.int32], of: Elsewhere) -> None:
     """Put the experts elsewhere in one layer's sets: addresses [sets, ADDRESSES, experts], numbers [sets, experts]."""
-    ids = list(of.experts)
+    ids = np.asarray(of.experts, np.int64)
     addresses[0][:, ids], numbers[0, ids] = 0, -1
     addresses[of.group, 0, ids], addresses[of.group, 1, ids] = of.up, of.down
 

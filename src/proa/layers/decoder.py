@@ -93,7 +93,7 @@ class Decoder:
 
         kept: by block, where its output is copied to: tensors of T rows or more (draft heads read them).
         """
-        x, y = self._embedded(tokens), None
+        x, y = self.embedded(tokens), None
         for i, (block, caches) in enumerate(zip(self.blocks, step.caches, strict=True)):
             x, y = block(x, y, step, caches)
             if kept is not None and i in kept:
@@ -105,18 +105,23 @@ class Decoder:
         """Compute the model in parts. Yields the residual stream after each block, the last one of which is the result,
         and None within a block. What the next part needs is kept in its own tensors, so that other steps may run in
         between."""
-        x = self._embedded(tokens)
+        x = self.embedded(tokens)
         for block, caches in zip(self.blocks, step.caches, strict=True):
             after = yield from block.parts(x, None, step, caches)
             x = self._sum(*after)
             yield x
+
+    def block(self, number: int, x: Tensor, step: Step) -> Tensor:
+        """The residual stream x [T, hidden] after this block, without pauses in it."""
+        return self._sum(*self.blocks[number](x, None, step, step.caches[number]))
 
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
         """Compute one block at a time and yield the residual stream after each: `by_parts` without pauses in a
         block."""
         return (x for x in self.by_parts(tokens, step) if x is not None)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first block. tokens: see `__call__`."""
         if tokens.dim() == 2:
             return tokens
         return _scaled(self._ops, self._join(self.embed(tokens)), self.spec.embedding_factor)

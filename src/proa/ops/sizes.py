@@ -76,6 +76,13 @@ def prompt_rows(most: int) -> tuple[int, ...]:
     return tuple(rows for rows in PROMPT_ROWS if rows <= most)
 
 
+def warm_rows(most: int) -> list[int]:
+    """Numbers of prefill rows that together launch every kernel for up to `most` rows: kernels change at powers of two,
+    and Triton compiles multiples of 16 separately."""
+    powers = [1 << i for i in range(1, most.bit_length())]
+    return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})
+
+
 def attention_splits(sequences: int, kv_heads: int, processors: int) -> int:
     """Number of parts that each sequence's KV is split into: enough for a single sequence to occupy every SM, but few
     in large batches, where short sequences would launch many empty programs."""

@@ -61,7 +61,7 @@ def fp8_rows(
         "as asked; lossy: on the GPU rows are rounded to E4M3 for experts of many tokens, where that is faster: in "
         f"steps of more than {above} rows"
     )
-    if gpu.prompt_graphs:
+    if gpu.prompt_graphs or gpu.block_graphs:
         *others, most = PROMPT_ROWS
         why += f" (a prompt of up to {most} tokens is padded to {', '.join(map(str, others))} or {most} rows)"
     return (Decision("fp8 activations", "on", "experts of many tokens", why),)

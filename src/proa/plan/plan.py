@@ -109,7 +109,8 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy
     deferred: int = 0  # of a decoded token's experts, the most that the CPU adds one MoE layer later; lossy
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
-    prompt_graphs: bool = False  # short prompts are computed by graphs
+    prompt_graphs: bool = False  # short prompts are computed whole, by graphs
+    block_graphs: bool = False  # or in parts, by graphs of each block
     save_counts: str | None = None  # file for expert counts; None: not asked for
     trace: str | None = None  # file for the counts of each look (hybrid/trace.py); for benchmarks
 

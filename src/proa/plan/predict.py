@@ -184,7 +184,9 @@ def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
     """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
     chunks = list(_steps(rows, _chunk_tokens(plan)))
     dense = [_dense_term(plan, work, rates, first + at, count) for at, count in chunks]
-    computed = [*dense, *(_launch_term(work, rates, seconds) for _, seconds in dense)]
+    computed = list(dense)
+    if not (plan.gpu is not None and plan.gpu.block_graphs and rows <= PROMPT_ROWS[-1]):
+        computed += (_launch_term(work, rates, seconds) for _, seconds in dense)
     copies_s = 0.0
     for layer, count in work.moe.items():
         if layer.in_ram:

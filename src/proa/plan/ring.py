@@ -27,13 +27,14 @@ PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
 @dataclass(frozen=True)
 class RingPlan:
     """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step.
-    cells: of prompts with --deterministic."""
+    cells: of prompts with --deterministic. block_graphs: see GpuPlan."""
 
     nbytes: int = 0
     pass_tokens: int = 0
     rows_bytes: int = 0
     why: str = ""
     cells: Cells | None = None
+    block_graphs: bool = False
 
     @property
     def total_bytes(self) -> int:

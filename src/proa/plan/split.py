@@ -35,6 +35,7 @@ from proa.plan.ring import RingPlan, plan_ring, ring_row
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
     beside_bytes,
+    block_graphs_bytes,
     context_bytes,
     dense_read_bytes,
     graphs_bytes,
@@ -55,6 +56,7 @@ _RANK = 0  # one GPU is planned
 # Share of the VRAM beside dense weights that context and KV leave to experts, unless --context asks for more.
 EXPERTS_SHARE, MOVING_EXPERTS_SHARE = 1 / 2, 1 / 4  # where idle pages hold experts
 
+GRAPHS_SHARE = 1 / 32  # of the VRAM for experts, at most, for graphs of short prompts
 STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
 
@@ -191,6 +193,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         read_ahead=asked.read_ahead == "auto" and placed.in_ram_bytes > 0,
         inclusive=placed.inclusive,
         prompt_graphs=graphs,
+        block_graphs=ring.block_graphs,
         save_counts=asked.save_expert_counts if layers else None,
     )
     weights_bytes = placed.in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive)
@@ -302,13 +305,16 @@ def _ring(
     case: Case, layers: tuple[MoeLayer, ...], gpu: Gpu, budget_bytes: int, left_bytes: int, batch_tokens: int,
     context_tokens: int,
 ) -> RingPlan:  # fmt: skip
-    """The ring for prompts, with what a real GPU needs to compute them beside decode steps."""
+    """The ring for prompts, with what a real GPU needs to compute them beside decode steps, and by graphs."""
     if not layers:
         return RingPlan()
     ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, context_tokens)
     if gpu.simulated or not ring.nbytes or ring.cells is not None:  # see Plan.prompts_may_run_beside
         return ring
-    return replace(ring, rows_bytes=ring.rows_bytes + beside_bytes(case.spec, case.stored, batch_tokens))
+    graphs_bytes = block_graphs_bytes(case.spec, batch_tokens)
+    graphs = 0 < graphs_bytes <= GRAPHS_SHARE * left_bytes
+    rows_bytes = beside_bytes(case.spec, case.stored, batch_tokens) + graphs * graphs_bytes
+    return replace(ring, rows_bytes=ring.rows_bytes + rows_bytes, block_graphs=graphs)
 
 
 def _place_with_ring(

@@ -24,7 +24,7 @@ from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.gpu_plan import least_rows, needed, pass_mode, placement_of, top_k
 from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
-from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
+from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes
 from proa.engine.executors.page_copies import layout_of
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, Copy, Pairs
@@ -48,7 +48,7 @@ from proa.ops.cuda_pages import RunMover
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
-from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, SHORT_SEGMENT_TOKENS, segment_rows
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, SHORT_SEGMENT_TOKENS, segment_rows, warm_rows
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
 from proa.plan.kernels import growing_attention

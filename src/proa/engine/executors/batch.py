@@ -144,7 +144,8 @@ def _part(span: Span, first: int, count: int) -> Span:
 class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
     which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does.
-    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for. cells: the chunks of steps in
+    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for; block_rows: of steps in parts
+    whose blocks have graphs. cells: the chunks of steps in
     parts, of at most `rows` rows; None: they have any size up to that."""
 
     rows: int
@@ -155,6 +156,7 @@ class StepLimits:
     pass_rows: int = 0
     over_rows: int = 0
     prompt_rows: tuple[int, ...] = ()
+    block_rows: tuple[int, ...] = ()
     cells: Cells | None = None
 
     @property
@@ -192,5 +194,6 @@ def step_limits(plan: Plan) -> StepLimits:
         pass_rows=plan.pass_tokens,
         over_rows=plan.over_tokens,
         prompt_rows=prompt_rows(plan.max_batch_tokens) if plan.gpu is not None and plan.gpu.prompt_graphs else (),
+        block_rows=prompt_rows(plan.max_batch_tokens) if plan.gpu is not None and plan.gpu.block_graphs else (),
         cells=plan.cells,
     )

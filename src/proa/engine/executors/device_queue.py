@@ -6,11 +6,14 @@ order are tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Protocol, Self
 
 import torch
+
+Cut = Callable[[Callable[[], None]], None]
 
 
 class Mark(Protocol):
@@ -41,6 +44,10 @@ class Queue(Protocol):
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `launch`; the returned call replays them. Addresses and scalars are baked in: what
         changes must be read from memory. `launch` must have run to its end before. Call in the context of `current`."""
+
+    def capture_in_pieces(self, launch: Callable[[Cut], None]) -> Callable[[], None]:
+        """Capture as `capture` does, for launches with actions of the host in between: `launch` passes each action to
+        the function that it is given, instead of calling it, and each replay calls it there."""
 
     def finish(self) -> None:
         """Wait until everything launched so far has ended."""
@@ -79,11 +86,37 @@ class CudaQueue:
         replay: Callable[[], None] = graph.replay
         return replay
 
+    def capture_in_pieces(self, launch: Callable[[Cut], None]) -> Callable[[], None]:
+        pieces, graph = list[Callable[[], None]](), self._begun()
+
+        def cut(action: Callable[[], None]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            pieces.extend((graph.replay, action))
+            graph = self._begun()
+
+        launch(cut)
+        graph.capture_end()
+        pieces.append(graph.replay)
+        return partial(_call_all, pieces)
+
+    def _begun(self) -> torch.cuda.CUDAGraph:
+        """A graph whose capture on the current stream has begun, without the synchronisation and the collection of
+        garbage of torch.cuda.graph, which would take far longer than a block's capture."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
     def finish(self) -> None:
         self.mark().wait()
 
     def finish_device(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+def _call_all(pieces: Sequence[Callable[[], None]]) -> None:
+    for piece in pieces:
+        piece()
 
 
 class CudaMark:

@@ -1,6 +1,6 @@
 """Executes steps on a GPU. Decode steps are CUDA graphs, captured when their batch size first comes, and so are steps
-with short prompts from the second of a size on; others are launched op by op. Belongs here: static buffers, capturing,
-waiting. Never: requests, sampling rules.
+with short prompts from the second of a size on, those in parts block by block (block_graphs.py); others are launched
+op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling rules.
 
 A graph bakes in addresses, so everything that changes between steps lies in DeviceInputs; what one graph leaves for
 another (hidden states, logits) is copied to buffers outside the memory pool that all graphs share and reuse.
@@ -21,6 +21,7 @@ from proa.cache.pool import copy_states
 from proa.engine.executors.ahead import PartsAhead
 from proa.engine.executors.angles import AngleTables
 from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult, chunks_of
+from proa.engine.executors.block_graphs import BlockGraphs
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark
@@ -36,7 +37,7 @@ from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
 from proa.ops.host_block import HostBlock
-from proa.ops.sizes import FEW_ROWS, buckets, deterministic_buckets
+from proa.ops.sizes import FEW_ROWS, buckets, deterministic_buckets, warm_rows
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -98,6 +99,7 @@ class GraphExecutor:
         self._parts_ahead: deque[Mark] = deque()  # one after each of the last parts that were launched in turns
         self._ahead = PartsAhead()  # of the step that runs beside whole steps
         self._late: set[str] = set()  # requests for which the CPU sampled a token in the last steps
+        self._blocks = BlockGraphs(model, self._on, self._session, queues.prompts, limits.block_rows)
         self._timer = StepTimer()
         queue.finish_device()  # weights, caches and buffers were filled outside this queue
 
@@ -243,7 +245,6 @@ class GraphExecutor:
     def _begin_parts(self, step: GraphStep, share: float) -> None:
         """Begin the pass, whose first copies then run meanwhile, and write the step's inputs, which no step between its
         parts touches. share: see launch_in_parts."""
-        chunks, row = list[Chunk](), 0
         cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
         if step.overtakes:
             places, most = self._on.over_inputs, self._limits.over_rows
@@ -254,15 +255,23 @@ class GraphExecutor:
         wide = min(sum(len(span.tokens) for span in spans) for spans in cut) >= FEW_ROWS
         may_run_beside = self._queues.separate and not step.overtakes and wide
         launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
+        size = None
+        if not step.overtakes and self._session.pass_is_regular:
+            size = self._blocks.size(step.batch.num_tokens, len(cut))
+        chunks, row, beside = list[Chunk](), 0, step.alone and share > 0
         for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
             own.copy()
-            tokens, inputs = self._on.step(own, rows, spans, beside_decode=step.alone and share > 0)
+            if size and (replayed := self._blocks.begin(own, size, rows, self._on.kept, launching)):
+                step.parts = replayed
+                break
+            tokens, inputs = self._on.step(own, size or rows, () if size else spans, beside_decode=beside)
             # Other steps overwrite the buffers of dynamic angles.
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
             chunks.append(Chunk(row, tokens, replace(inputs, angles=angles)))
             row += rows
-        step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
+        else:
+            step.parts = BlockByBlock(self._model, chunks, self._on.kept, launching)
         self._unfinished.append(step)
         self._timer.forget_blocks()
 
@@ -486,10 +495,3 @@ def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
     """Numbers of sequences that a decode step is padded to."""
     most = min(limits.sequences, limits.rows)
     return deterministic_buckets(most) if deterministic else buckets(most)
-
-
-def warm_rows(most: int) -> list[int]:
-    """Numbers of prefill rows that together launch every kernel for up to `most` rows: kernels change at powers of two,
-    and Triton compiles multiples of 16 separately."""
-    powers = [1 << i for i in range(1, most.bit_length())]
-    return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

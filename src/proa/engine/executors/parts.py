@@ -4,9 +4,10 @@ how many, cutting steps into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +25,38 @@ class Chunk:
     step: Step
 
 
+class Parts(Protocol):
+    """A step in parts under way. A unit is a block, or one of the groups of its experts, for one chunk."""
+
+    @property
+    def place(self) -> Hashable:
+        """Identifies the memory that its launches write to: its own, or that of graphs which other steps replay too."""
+
+    @property
+    def of_graphs(self) -> bool: ...
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the chunk that is computed now, or next."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def done_share(self) -> float: ...
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, hidden] of the whole step, once it is done."""
+
+    def advance(self, units: int) -> int:
+        """Launch up to `units` more units. Returns how many were launched."""
+
+
 class BlockByBlock:
     """A forward pass of `model` that can pause after any block of any chunk, and between the groups of a block's
     experts. A block, or a group, is computed for all chunks before the next one, in the order of the chunks: one may
-    read the KV and the states that the chunks before it have written."""
+    read the KV and the states that the chunks before it have written. Implements Parts."""
 
     def __init__(
         self, model: Decoder, chunks: Sequence[Chunk], kept: Mapping[int, Tensor],
@@ -42,6 +71,16 @@ class BlockByBlock:
         self._next = 0
         self._kept, self._launching = kept, launching
 
+    of_graphs = False
+
+    @property
+    def place(self) -> Hashable:
+        return self
+
+    @property
+    def first_row(self) -> int:
+        return self._chunks[self._next].first_row
+
     @property
     def done(self) -> bool:
         return self._left == 0
@@ -49,11 +88,6 @@ class BlockByBlock:
     @property
     def done_share(self) -> float:
         return 1.0 - self._left / self._units
-
-    @property
-    def first_row(self) -> int:
-        """The first row of the chunk that is computed now, or next."""
-        return self._chunks[self._next].first_row
 
     @property
     def hidden(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -55,6 +55,15 @@ class Session(Protocol):
         """Whether the device computes the step in parts without the CPU: its launches need no begin, launched and end,
         and may run at the same time as those of other steps. One begin and end must follow all of them."""
 
+    @property
+    def pass_is_regular(self) -> bool:
+        """Whether the step in parts has the launches of every other regular one of as many rows, so that they may be
+        captured. It is so until the end of the step."""
+
+    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        """Context in which launches of a regular pass are captured. What the session does on the host between two of
+        them is given to `cut` instead: it must be called there at each replay."""
+
     def pause_pass(self) -> None:
         """Let other steps be launched before the next part of the step in parts."""
 
@@ -70,7 +79,7 @@ class NoSession:
     """Session of a device that computes everything itself."""
 
     has_experts = False
-    pass_is_alone = False
+    pass_is_alone, pass_is_regular = False, True
     variant = 0
 
     def begin(self) -> None:
@@ -96,6 +105,9 @@ class NoSession:
 
     def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> None:
         pass
+
+    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def pause_pass(self) -> None:
         pass

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from proa.engine.executors.batch import Span, StepBatch
-from proa.engine.executors.parts import BlockByBlock, non_finite_rows
+from proa.engine.executors.parts import Parts, non_finite_rows
 from proa.engine.executors.session import Session
 from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
@@ -45,7 +45,7 @@ class WatchedStep:
     followed: bool = False
     doubtful: bool = False
     early: dict[int, str] = field(default_factory=dict)
-    parts: BlockByBlock | None = None
+    parts: Parts | None = None
     overtakes: bool = False
     alone: bool = False
 
@@ -92,6 +92,13 @@ class WatchedSession:
 
     def decoding(self) -> AbstractContextManager[None]:
         return self._session.decoding()
+
+    @property
+    def pass_is_regular(self) -> bool:
+        return self._session.pass_is_regular
+
+    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        return self._session.cutting(cut)
 
     def pause_pass(self) -> None:
         self._session.pause_pass()

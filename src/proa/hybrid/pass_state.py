@@ -1,0 +1,70 @@
+"""A pass of streamed prefill: what it was asked for, and how far it is. Values. Never: the order of a pass
+(streaming.py)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proa.hybrid.pass_totals import Times
+from proa.hybrid.ring import Group
+from proa.hybrid.routed_layer import Divided
+from proa.hybrid.uploads import Fetched, Upload
+from proa.machine.cost.prefill import Division
+from proa.native.doorbell import Counters
+
+
+@dataclass(frozen=True)
+class Asked:
+    """mode: what computes experts in RAM for prompts, a value of --prefill; or "half" (proa check): half of each
+    layer's are streamed, whatever the rates. top_k: the largest of the model's layers."""
+
+    mode: str
+    top_k: int
+
+
+@dataclass
+class Pass:
+    """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
+    then with what the device did since the mark before.
+
+    If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
+    the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;
+    gain_s: by which the pass is shorter, as far as it is known."""
+
+    tokens: int
+    chunks: int
+    groups: list[Group]
+    divisions: list[Division]
+    before: Counters  # of the CPU's jobs when the pass began
+    alone: bool = False  # the device computes all experts: the CPU gets no job
+    heat: NDArray[np.float32] | None = None
+    routed: bool = False
+    promotes: bool = False
+    at: int = 0  # the group under way
+    left: int = 0
+    uploads: dict[int, list[Upload]] = field(default_factory=dict)
+    nbytes: int = 0
+    streamed: int = 0  # experts, of the groups that are divided
+    copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
+    chosen: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    tail: list[int] = field(default_factory=list)
+    divided: Divided | None = None
+    gain_s: float = 0.0
+    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
+    jobs: Counters | None = None  # the CPU's, when the layer before was divided
+    counts: Fetched | None = None  # of the layer's choices, for promotions
+    began_s: float = field(default_factory=time.perf_counter)
+    marks: list[tuple[int, Any]] = field(default_factory=list)
+
+    def times(self) -> Times:
+        """Add up the times between the marks. All launches of the pass must have ended."""
+        sums = [0.0] * len(Times._fields)
+        for (_, before), (what, mark) in itertools.pairwise(self.marks):
+            sums[what] += mark.seconds_since(before)
+        return Times(*sums)
