@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -144,3 +145,32 @@ def test_fewer_and_fewer_passes_try_what_gains_nothing() -> None:
         pass
     probes.note(500, gained=True)
     assert all(probes.due(500) for _ in range(100))
+
+
+@pytest.mark.gpu
+def test_garbage_is_collected_after_a_capture() -> None:
+    """A graph among the garbage cannot be freed during it."""
+    from proa.engine.executors.device_queue import CudaQueue
+
+    queue, x = CudaQueue(torch.device("cuda:0")), torch.zeros(8, device="cuda")
+
+    def launch(cut: Callable[[Callable[[], None]], None]) -> None:
+        x.add_(1)
+        cut(lambda: done.append(x.sum().item()))
+        kept = [[i] for i in range(10 * gc.get_threshold()[0])]  # objects enough for a collection
+        assert kept
+        x.add_(2)
+
+    done = list[float]()
+    with queue.current():
+        queue.finish_device()
+        launch(lambda action: None)
+        for _ in range(3):
+            cycle: list[Any] = [queue.capture(lambda: x.add_(0))]
+            cycle.append(cycle)
+            del cycle
+            replay = queue.capture_in_pieces(launch)
+        x.zero_()
+        replay()
+        queue.finish()
+    assert (done, x.sum().item()) == ([8.0], 24.0)

@@ -6,6 +6,7 @@ order are tested without a GPU.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -87,31 +88,46 @@ class CudaQueue:
         return replay
 
     def capture_in_pieces(self, launch: Callable[[Cut], None]) -> Callable[[], None]:
-        pieces, graph = list[Callable[[], None]](), self._begun()
+        pieces, graph = list[Callable[[], None]](), torch.cuda.CUDAGraph()
 
         def cut(action: Callable[[], None]) -> None:
             nonlocal graph
             graph.capture_end()
             pieces.extend((graph.replay, action))
-            graph = self._begun()
+            graph = torch.cuda.CUDAGraph()
+            self._begin(graph)
 
-        launch(cut)
-        graph.capture_end()
+        with _collecting_later():
+            self._begin(graph)
+            try:
+                launch(cut)
+            finally:
+                graph.capture_end()
         pieces.append(graph.replay)
         return partial(_call_all, pieces)
 
-    def _begun(self) -> torch.cuda.CUDAGraph:
-        """A graph whose capture on the current stream has begun, without the synchronisation and the collection of
-        garbage of torch.cuda.graph, which would take far longer than a block's capture."""
-        graph = torch.cuda.CUDAGraph()
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Begin a capture on the current stream, without the synchronisation and the collection of garbage of
+        torch.cuda.graph, which would take far longer than a block's capture."""
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        return graph
 
     def finish(self) -> None:
         self.mark().wait()
 
     def finish_device(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Within the context no garbage is collected: freeing a graph would end a capture with an error."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _call_all(pieces: Sequence[Callable[[], None]]) -> None:
