@@ -18,9 +18,14 @@ RAM_SHARE = 0.9
 VRAM_SHARE = 0.9
 # Copies of a prompt's experts alone: 95 to 97 % of PCIe's rate, up to 8192 tokens (docs/lab/prefill-h200.md).
 PCIE_SHARE = 0.95
+# While the CPU reads RAM too: 81 to 93 % (docs/lab/prefill-h200.md, 2026-11-28).
+PCIE_BESIDE_SHARE = 0.88
 # Prompts' products, by instruction set: bf16 84, others 78 to 84; AVX2 63 to 71 (docs/lab/cpu-zen5.md); AMX 20 to 36
 # with reading (cpu-amx.md). Assumed: AVX-512 without BF16 as with it, scalar code as AVX2.
 CPU_SHARES = MappingProxyType({"amx": 0.4, "avx512-bf16": 0.8, "avx512": 0.8, "avx2": 0.7, "scalar": 0.7})
+# With AMX, formats of 8 bits and fewer reach less of that: each further token of an expert takes 0.79 us in bf16, 1.3
+# in fp8, 1.6 in int4 (cpu-amx.md, 128 to 1024 tokens). By most bytes of a weight.
+AMX_PACKED = ((0.75, 0.5), (1.5, 0.6))
 # With AMX, experts take the sum of reading and multiplying (docs/lab/cpu-amx.md: 128 to 4096 tokens in bf16).
 ADDS = frozenset({"amx"})
 # A GPU's products: linear layers, assumed; attention, from whole times (58 and 60 % of the dense rate at 65536 tokens);
@@ -32,9 +37,9 @@ LAUNCH_S = 1.1e-3
 
 @dataclass(frozen=True)
 class Reached:
-    """Rates per second; None: unknown, and not counted (vram: no GPU is used). overlaps, gpu_overlaps: experts on the
-    CPU and on the GPU take the longer of reading and multiplying, else the sum. launch_s: of a layer of a prompt on a
-    GPU, by the host."""
+    """Rates per second; None: unknown, and not counted (vram: no GPU is used). pcie_beside: while the CPU reads RAM.
+    overlaps, gpu_overlaps: experts on the CPU and on the GPU take the longer of reading and multiplying, else the sum.
+    launch_s: of a layer of a prompt on a GPU, by the host. packed: see `cpu_of`."""
 
     ram: float | None
     cpu: float | None
@@ -43,16 +48,23 @@ class Reached:
     gpu: float | None
     gpu_attention: float | None
     gpu_experts: float | None
+    pcie_beside: float | None
     overlaps: bool = True
     gpu_overlaps: bool = True
     launch_s: float = 0.0
+    packed: tuple[tuple[float, float], ...] = ()
+
+    def cpu_of(self, weight_bytes: float) -> float | None:
+        """The CPU's rate with weights of so many bytes each. packed: pairs of most bytes, rising, and a share."""
+        share = next((share for most, share in self.packed if weight_bytes <= most), 1.0)
+        return None if self.cpu is None else share * self.cpu
 
 
 def limits(speeds: Speeds) -> Reached:
     """The full rates, without losses: predictions count their limits with these."""
-    gpu = _part(speeds.gpu, 1)
+    gpu, pcie = _part(speeds.gpu, 1), _part(speeds.pcie, 1)
     return Reached(
-        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), _part(speeds.pcie, 1), gpu, gpu, gpu
+        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, gpu, gpu, gpu, pcie_beside=pcie
     )
 
 
@@ -67,12 +79,14 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         cpu=_part(speeds.cpu, CPU_SHARES[plan.isa]),
         vram=_part(speeds.vram, VRAM_SHARE),
         pcie=_part(speeds.pcie, PCIE_SHARE),
+        pcie_beside=_part(speeds.pcie, PCIE_BESIDE_SHARE),
         gpu=_part(gpu, GPU_SHARE),
         gpu_attention=_part(gpu, ATTENTION_SHARE),
         gpu_experts=_part(gpu, EXPERTS_SHARE),
         overlaps=plan.isa not in ADDS,
         gpu_overlaps=False,  # 512 tokens of Qwen3-30B-A3B: 0.41 ms a layer, of which reading is 0.31, products 0.13
         launch_s=0.0 if plan.gpu is None else LAUNCH_S,
+        packed=AMX_PACKED if plan.isa == "amx" else (),
     )
 
 

@@ -22,7 +22,7 @@ from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.sizes import PROMPT_ROWS
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
-from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
+from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S, PASS_S
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
 from proa.plan.speeds import Speed, Speeds
@@ -197,19 +197,20 @@ def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
         else:
             computed.append((GPU, count * _seconds(layer.vram_flops(rows), rates.gpu_experts)))
     computed_s = sum(seconds for _, seconds in computed)
+    yield FIXED, PASS_S
     yield from [(PCIE, copies_s)] if copies_s > computed_s else computed
 
 
 def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int) -> Division:
     """The division of a layer's experts in RAM, as in service, by these rates. Copies take their part of RAM's
     bandwidth from the CPU; the GPU computes all experts that the CPU does not."""
-    gpu, nbytes, copied_per_s = plan.gpu, layer.expert_bytes, rates.pcie
-    if gpu is None or copied_per_s is None:
+    gpu, nbytes, copied_per_s, alone_per_s = plan.gpu, layer.expert_bytes, rates.pcie_beside, rates.pcie
+    if gpu is None or copied_per_s is None or alone_per_s is None:
         raise ValueError("only prompts of a plan with a GPU are streamed")
     all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
     if gpu.prefill == "stream" or plan.deterministic:
-        return Division(layer.in_ram, layer.in_ram * nbytes / copied_per_s, 0.0, all_s)
-    pair_s = _seconds(layer.expert_flops, rates.cpu)
+        return Division(layer.in_ram, layer.in_ram * nbytes / alone_per_s, 0.0, all_s)
+    pair_s = _seconds(layer.expert_flops, rates.cpu_of(layer.weight_bytes))
     # Where reading and multiplying overlap, an expert costs the longer of both.
     overlapped_s = pair_s * tokens * layer.top_k / layer.experts / chunks if rates.overlaps else 0.0
 
@@ -223,6 +224,8 @@ def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: i
     found = divided(ram)
     if found.streamed:
         found = divided(max(ram - copied_per_s, _LEAST_RAM * ram))
+    if found.streamed == layer.in_ram:
+        found = replace(found, copies_s=found.streamed * nbytes / alone_per_s)
     gpu_s = all_s * (1 - (layer.in_ram - found.streamed) / layer.experts)
     return replace(found, computed_s=max(found.cpu_s, gpu_s))
 
@@ -247,7 +250,7 @@ def _launch_term(work: Work, rates: Reached, computed_s: float) -> tuple[str, fl
 def _cpu_terms(layer: MoeWork, rates: Reached, rows: int) -> list[tuple[str, float]]:
     """Seconds of the CPU's experts of a layer in one step."""
     reads = RAM, _seconds(layer.ram_bytes(rows), rates.ram)
-    computes = CPU, _seconds(layer.ram_flops(rows), rates.cpu)
+    computes = CPU, _seconds(layer.ram_flops(rows), rates.cpu_of(layer.weight_bytes))
     return [_longer(reads, computes)] if rates.overlaps else [reads, computes]
 
 

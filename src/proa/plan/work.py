@@ -33,6 +33,11 @@ class MoeWork:
     def in_ram(self) -> int:
         return self.experts - self.resident
 
+    @property
+    def weight_bytes(self) -> float:
+        """Of each weight of an expert, with its share of the scales."""
+        return 2 * self.expert_bytes / self.expert_flops
+
     def distinct(self, rows: int) -> float:
         """Expected number of different experts that so many rows choose."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
