@@ -101,7 +101,6 @@ class LateTransport:
     ) -> None:  # fmt: skip
         self._pool, self._layers, self._deferred = pool, layers, service.deferred
         self._sum = self._owed = torch.zeros(0)
-        self.rings_always = False
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         decode, layer = layer >= DECODE_JOB, layer % DECODE_JOB

@@ -62,7 +62,7 @@ class Alone(NoSession):
     def pass_is_alone(self) -> bool:  # type: ignore[override]
         return self.beside is not None
 
-    def begin(self, *, part: bool = False) -> None:
+    def begin(self) -> None:
         self.calls.append("begin")
 
     def end(self) -> None:

@@ -98,8 +98,8 @@ def recorded(hybrid: HybridModel, steps: list[Step]) -> None:
     assert tables is not None
     assert moves is not None
 
-    def wrapped(*, part: bool = False) -> None:
-        begin(part=part)
+    def wrapped() -> None:
+        begin()
         underway = sum(move.copy is not None for move in moves._moves)
         steps.append(Step(tables._addresses[:, 0] != 0, tables._numbers.copy(), underway))
 
@@ -126,10 +126,10 @@ class Still:
             self.slots.append([Slot(*(part.clone().to(device) for part in own)) for own in self.own[-1]])
         begin = self.hybrid.begin
 
-        def wrapped(*, part: bool = False) -> None:
+        def wrapped() -> None:
             self._arrange(self.steps[self.taken])
             self.taken += 1
-            begin(part=part)
+            begin()
 
         self.hybrid.begin = wrapped  # type: ignore[method-assign]
 

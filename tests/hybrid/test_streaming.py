@@ -14,7 +14,6 @@ from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch
 from proa.hybrid.ring import groups_of
 from proa.machine.cost.prefill import Division, divisions
-from proa.native.doorbell import Way
 from proa.native.pool import Pool
 from teacher_forced import prompts
 
@@ -53,31 +52,6 @@ def test_experts_in_two_memory_nodes(ring: int, device: str, load: Load) -> None
     want = passed(whole, StepBatch(spans(texts)))
     torch.testing.assert_close(got, want, atol=0.12, rtol=0.05)
     assert (got - want).abs().mean() < 0.01
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("mode", "way", "asleep"), [
-    ("stream", Way.NUMBER, True), ("half", Way.NUMBER, False), ("stream", Way.FLAGS, False),
-])  # fmt: skip
-def test_the_cpu_sleeps_during_passes_that_leave_it_nothing(
-    mode: str, way: Way, asleep: bool, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its threads would take the host, which launches, the time. Decode steps in between wake them."""
-    keep: list[Kept] = []
-    split = Split(0.25, prefill=mode, ring_bytes=1 << 22, way=way)
-    executor = load("qwen3-moe", split, device, rows=48, keep=keep)
-    transport, armed = keep[0].hybrid.transport, list[bool]()
-    assert transport is not None
-    arm = transport.arm
-    monkeypatch.setattr(transport, "arm", lambda: (armed.append(True), arm())[1])
-    passed(executor, StepBatch(spans(prompts([100]))))
-    parts = len(armed)
-    step = executor.launch(StepBatch([Span([7], 0, list(range(CONTEXT // PAGE_TOKENS)), 1, 0)]))
-    executor.sample(step, (), ())
-    assert executor.wait(step).faults == {}
-    assert (parts == 0, len(armed) - parts) == (asleep, 1)
-    with pytest.raises(ValueError, match="not armed"):
-        transport.disarm()
 
 
 @pytest.mark.parametrize("device", DEVICES)

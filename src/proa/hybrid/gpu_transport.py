@@ -50,7 +50,6 @@ class GpuTransport:
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
         self.device, self.size, self._closed = device, size, False
         self.can_foresee = self.foresees = service.read_ahead and way is Way.NUMBER
-        self.rings_always = way is not Way.NUMBER
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(STATE_WORDS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context

@@ -4,7 +4,6 @@ assembling the parts, and their order around each step. Never: decisions, kernel
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -103,7 +102,6 @@ class HybridModel:
         self._pass_launch = 0  # the last launch of the last pass
         self._launched = 0  # steps, and how many of those have ended
         self._ended = 0
-        self._armed = deque[bool]()  # of the steps in flight
         self._aside = False  # within aside(): steps leave nothing behind
         self._uncounted = NOTHING_COUNTED  # the doorbell's counts of such steps
 
@@ -301,21 +299,16 @@ class HybridModel:
     def _in_pass(self) -> bool:
         return self.streaming is not None and self.streaming.under_way
 
-    def begin(self, *, part: bool = False) -> None:
-        """Prepare the launch of a step, or of a part of the pass, on the current stream. Other steps may be in flight:
-        each needs its own `end`, in launch order. Where nothing rings, the CPU's threads are left asleep: the host
-        launches prompts of 16384 tokens in int4 as fast as the device computes them only if it has a CPU for itself
-        (H100, 16 CPUs: 282 ms instead of 372)."""
+    def begin(self) -> None:
+        """Prepare the launch of a step on the current stream. Other steps may be in flight: each needs its own `end`,
+        in launch order."""
         self._launched += 1
         self._update(self._launched)
         if self.tables is not None:
             self._balance(self.tables)
             self.tables.publish()
         if self.transport is not None:
-            rings = self.transport.rings_always or not (part and self.streaming is not None and self.streaming.idle)
-            self._armed.append(rings)
-            if rings:
-                self.transport.arm()
+            self.transport.arm()
 
     def _update(self, step: int) -> None:
         """Update tables before launch number `step`. The tables of a pass stay as they are."""
@@ -389,8 +382,7 @@ class HybridModel:
         """The device has finished the oldest step in flight. Raises what failed on the CPU."""
         self._ended += 1
         if self.transport is not None:
-            if not self._armed or self._armed.popleft():
-                self.transport.disarm()  # which raises if no step is in flight
+            self.transport.disarm()
             self.transport.check()
         if self.streaming is not None and self._ended == self._pass_launch:
             self.streaming.measure(self.counters())

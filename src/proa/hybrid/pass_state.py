@@ -42,11 +42,10 @@ class Pass:
     groups: list[Group]
     divisions: list[Division]
     before: Counters  # of the CPU's jobs when the pass began
-    alone: bool = False  # it may run beside decode steps: no launch uses the doorbell
+    alone: bool = False  # the device computes all experts: the CPU gets no job
     heat: NDArray[np.float32] | None = None
     routed: bool = False
     promotes: bool = False
-    idle: bool = False  # no expert is left to the CPU
     at: int = 0  # the group under way
     left: int = 0
     uploads: dict[int, list[Upload]] = field(default_factory=dict)

@@ -110,11 +110,6 @@ class Streaming:
         return self._pass is not None and self._pass.alone
 
     @property
-    def idle(self) -> bool:
-        """Whether there is a pass that leaves no expert to the CPU."""
-        return self._pass is not None and self._pass.idle
-
-    @property
     def regular(self) -> bool:
         """Whether the pass under way has the launches of every other regular one of as many tokens."""
         one = self._pass
@@ -148,8 +143,7 @@ class Streaming:
         the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
-        whole = all(map(self._is_whole, self._streamed, divisions))
-        alone = beside is not None and whole
+        alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
         routed = not alone and self._is_routed(tokens, chunks)
         promotes &= not alone  # decode steps that run at the same time may read the slots
         heat = self._seen if heat is None else heat
@@ -159,7 +153,6 @@ class Streaming:
             experts = self._in_order(layer, self._hottest(layer, heat)[:count])
             groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
         one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
-        one.idle = whole and not routed
         self._pass = one
         self.totals.passes += 1
         self.totals.pass_tokens += tokens

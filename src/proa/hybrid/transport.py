@@ -78,14 +78,11 @@ class Transport(Protocol):
     """The handover of one lane. A step: arm, then push and pull in each MoE layer, disarm once it has ended, check.
 
     can_foresee: hints can be launched. foresees: `foresee` launches them from now on; a captured graph keeps what it
-    has. rings_always: a layer without a pair of the CPU's rings too, so that every step must be armed.
+    has.
     """
 
     @property
     def can_foresee(self) -> bool: ...
-
-    @property
-    def rings_always(self) -> bool: ...
 
     foresees: bool
 
@@ -143,7 +140,7 @@ class HostTransport:
         self._block = views(memory, layout, size)
         self._number = 0
         self.can_foresee = self.foresees = service.read_ahead and way is Way.NUMBER
-        self.rings_always = self._copies = way is not Way.NUMBER  # a GPU copies jobs in these ways
+        self._copies = way is not Way.NUMBER  # a GPU copies jobs in these ways, and rings in every layer
         self._rows: Tensor | None = None  # bool [T]: rows of the last push that the CPU has a pair of
 
     def arm(self) -> None:

@@ -375,7 +375,6 @@ class _NoTransport:
     """Launches the GPU's side of a transport, without a CPU that answers."""
 
     can_foresee = foresees = True
-    rings_always = False
 
     def __init__(self, size: JobSize, doorbell: str, ops: DeviceOps) -> None:
         """doorbell: the planned way to ring, a key of WAYS or "auto"."""

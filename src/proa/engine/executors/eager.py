@@ -127,9 +127,9 @@ class EagerExecutor:
         return tokens, Step(batch, angles, self.caches)
 
     @contextmanager
-    def _listening(self, *, part: bool = False) -> Iterator[None]:
-        """Context in which CPU workers answer the jobs of the step, or the part of one, that is computed."""
-        self._session.begin(part=part)
+    def _listening(self) -> Iterator[None]:
+        """Context in which CPU workers answer the jobs of the step that is computed."""
+        self._session.begin()
         try:
             yield
             self._session.launched()
@@ -139,7 +139,7 @@ class EagerExecutor:
     @torch.inference_mode()
     def advance(self, step: EagerStep, blocks: int) -> bool:
         began_s, parts = time.perf_counter(), unfinished(step.parts)
-        with nullcontext() if step.alone else self._listening(part=not step.overtakes):
+        with nullcontext() if step.alone else self._listening():
             count = parts.advance(blocks)
             self._session.pause_pass()
         self._block_s = (time.perf_counter() - began_s) / max(1, count)

@@ -285,7 +285,7 @@ class GraphExecutor:
             if len(self._parts_ahead) == _MOST_PARTS_AHEAD:
                 self._parts_ahead.popleft().wait()
             if not step.alone:
-                self._begin(part=not step.overtakes)
+                self._begin()
             self._timer.begin(self._queues.prompts)
             count = parts.advance(blocks)
             self._session.pause_pass()
@@ -479,10 +479,10 @@ class GraphExecutor:
 
     # ---- the session
 
-    def _begin(self, *, part: bool = False) -> None:
+    def _begin(self) -> None:
         if self._session.num_in_flight == _MOST_IN_FLIGHT:
             self._settle()
-        self._session.begin(part=part)
+        self._session.begin()
 
     def _settle(self) -> None:
         """Wait for all launches and end their sessions."""

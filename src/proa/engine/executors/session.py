@@ -13,9 +13,9 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 class Session(Protocol):
     """An executor calls begin and end once for each launch of a step or of a part of one."""
 
-    def begin(self, *, part: bool = False) -> None:
-        """Call before launching a step, or a part of the pass, on the current stream. Several may be in flight: each
-        needs its own `end`, in the order of launches."""
+    def begin(self) -> None:
+        """Call before launching a step on the current stream. Several steps may be in flight: each needs its own `end`,
+        in the order of launches."""
 
     def launched(self) -> None:
         """Call after the launch: the session may use the time while the device computes."""
@@ -82,7 +82,7 @@ class NoSession:
     pass_is_alone, pass_is_regular = False, True
     variant = 0
 
-    def begin(self, *, part: bool = False) -> None:
+    def begin(self) -> None:
         pass
 
     def launched(self) -> None:

@@ -60,8 +60,8 @@ class WatchedSession:
         self.num_launched = 0  # number of begin() calls
         self._num_ended = 0
 
-    def begin(self, *, part: bool = False) -> None:
-        self._session.begin(part=part)
+    def begin(self) -> None:
+        self._session.begin()
         self.num_launched += 1
 
     def launched(self) -> None:
