@@ -31,6 +31,7 @@ from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
 from proa.native.weights import Experts
+from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
 from proa.ops.gpu_traits import traits_of
 from proa.ops.packed import Memory
@@ -156,19 +157,25 @@ def load_split(
         caches = allocate_pool(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
-        limits = limits if split.prefill is None else replace(limits, block_rows=prompt_rows(limits.rows))
+        if split.prefill is not None:
+            limits = replace(limits, block_rows=prompt_rows(limits.rows))
         if device == "host":
             return host_executor(model, caches, limits, session=hybrid)
-        if not cuda:
-            like = LikeGpu(overlap=True, chunk_rows=limits.rows, beside=split.beside)
-            return EagerExecutor(model, caches, limits.page_tokens, hybrid, like=like)
-        new_queue = _cuda("engine.executors.device_queue").CudaQueue
-        queues = Queues(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
-        graphs = _cuda("engine.executors.graphs")
-        executor: Executor[Any] = graphs.GraphExecutor(model, caches, limits, queues, device_ops, hybrid)
-        return executor
+        if cuda:
+            return _graph_executor(model, caches, limits, split, device_ops, hybrid)
+        like = LikeGpu(overlap=True, chunk_rows=limits.rows, beside=split.beside)
+        return EagerExecutor(model, caches, limits.page_tokens, hybrid, like=like)
 
     return Loaded(spec, make)
+
+
+def _graph_executor(
+    model: Decoder, caches: Caches, limits: StepLimits, split: Split, ops: DeviceOps | None, hybrid: HybridModel
+) -> Executor[Any]:
+    new_queue, at = _cuda("engine.executors.device_queue").CudaQueue, torch.device("cuda:0")
+    queues = Queues(new_queue(at, first=True), new_queue(at) if split.prefill is not None else None)
+    made: Executor[Any] = _cuda("engine.executors.graphs").GraphExecutor(model, caches, limits, queues, ops, hybrid)
+    return made
 
 
 def _copiers(device: torch.device) -> Copiers:
