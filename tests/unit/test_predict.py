@@ -265,7 +265,7 @@ H200_PROMPTS = {
     [(*key, tokens, s) for key, of in H200_PROMPTS.items() for tokens, s in of.items()],
 )
 def test_prompts_of_an_h200(experts: str, mode: str, tokens: int, measured_s: float, tmp_path: Path) -> None:
-    """By the rates of such a machine, the limit is below what was measured, and the prediction within a fifth of it."""
+    """By the rates of such a machine, the limit is below what was measured, and the prediction within 15 % of it."""
     box = Box(4350 * GB, 170 * GB, pcie=55.3 * GB, cpu_flops=22e12, gpu_flops=757e12)
     config = published("Qwen/Qwen3-30B-A3B", None) | {"num_hidden_layers": 24, "max_position_embeddings": 131072}
     asked = EngineOptions(
@@ -275,7 +275,7 @@ def test_prompts_of_an_h200(experts: str, mode: str, tokens: int, measured_s: fl
     prepared = planned(tmp_path, config, box.machine, asked, 170 * GB, isa="amx")
     found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens)
     assert tokens / found.limit_tokens_per_s < measured_s
-    assert 0.8 * measured_s < found.seconds < 1.2 * measured_s
+    assert 0.85 * measured_s < found.seconds < 1.15 * measured_s
 
 
 # The same by format and tokens, no expert in VRAM, --prefill auto, on H100s with AMX whose RAM reads 146 to 156 GB/s,
