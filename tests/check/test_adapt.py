@@ -103,6 +103,20 @@ def test_half_of_the_missed_experts_are_read_in_place(make: Make) -> None:
     assert got.plan.gpu.co_fetch_half
 
 
+def test_blocks_are_launched_op_by_op() -> None:
+    """Notes are copies of one step: a graph would write to those of the step that it was captured in."""
+
+    def made(asked: EngineOptions) -> Plan:
+        plan = make(asked)
+        assert plan.gpu is not None
+        return msgspec.structs.replace(plan, gpus=(msgspec.structs.replace(plan.gpu, block_graphs=True),))
+
+    got = adapt(OnePath("p", options(gpu_experts="4")), SPEC, "", made)
+    assert isinstance(got, Adapted)
+    assert got.plan.gpu is not None
+    assert not got.plan.gpu.block_graphs
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

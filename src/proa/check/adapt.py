@@ -86,6 +86,8 @@ def _run_as(path: Path, plan: Plan, left_out: dict[str, str]) -> Adapted | NoPat
         if isinstance(gpu, str):
             return NoPath(path.name, gpu)
         plan = msgspec.structs.replace(plan, gpus=(gpu,))
+    if plan.gpu is not None:  # notes are copies of one step, graphs would write to those of another
+        plan = msgspec.structs.replace(plan, gpus=(msgspec.structs.replace(plan.gpu, block_graphs=False),))
     return Adapted(plan, left_out)
 
 

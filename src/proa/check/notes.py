@@ -6,14 +6,14 @@ graph or made at once. Each place is a name such as "norm1.3.x"; the constants b
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from proa.engine.executors.parts import Parts
+from proa.engine.executors.parts import BlockByBlock
 from proa.hybrid.runtime import HybridUnderway
 from proa.layers.decoder import Block, Decoder
 from proa.layers.moe import Moe
@@ -41,13 +41,13 @@ class Notes(Protocol):
     def note(self, name: str, rows: Tensor) -> None:
         """Copy rows [T, ...] of the step that is computed, or recorded; of one in parts, rows of its chunk."""
 
-    def in_parts(self, parts: Parts, rows: int) -> AbstractContextManager[None]:
+    def in_parts(self, parts: BlockByBlock, rows: int) -> AbstractContextManager[None]:
         """Context in which copies are of a step in parts, which has so many rows."""
 
-    def read(self, name: str, count: int, parts: Parts | None = None) -> Tensor:
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
         """The first `count` rows that were copied last, in RAM. parts: of this step in parts."""
 
-    def forget(self, parts: Parts) -> None:
+    def forget(self, parts: BlockByBlock) -> None:
         """Free the copies of a step in parts."""
 
 
@@ -56,34 +56,32 @@ class TensorNotes:
 
     def __init__(self, rows: int) -> None:
         self._rows, self._whole = rows, dict[str, Tensor]()
-        self._of_parts: dict[Hashable, dict[str, Tensor]] = {}  # by Parts.place
-        self._now: tuple[Parts, int] | None = None  # the step in parts, and its rows, that is computed
+        self._of_parts: dict[BlockByBlock, dict[str, Tensor]] = {}
+        self._now: tuple[BlockByBlock, int] | None = None  # the step in parts, and its rows, that is computed
 
     def note(self, name: str, rows: Tensor) -> None:
         kept, room, first = self._whole, self._rows, 0
         if self._now is not None:
             parts, room = self._now
-            kept, first = self._of_parts.setdefault(parts.place, {}), parts.first_row
+            kept, first = self._of_parts.setdefault(parts, {}), parts.first_row
         if name not in kept:
             kept[name] = rows.new_zeros(room, *rows.shape[1:])
         kept[name][first : first + len(rows)].copy_(rows)
 
     @contextmanager
-    def in_parts(self, parts: Parts, rows: int) -> Iterator[None]:
+    def in_parts(self, parts: BlockByBlock, rows: int) -> Iterator[None]:
         self._now = parts, rows
         try:
             yield
         finally:
             self._now = None
 
-    def read(self, name: str, count: int, parts: Parts | None = None) -> Tensor:
-        kept = self._whole if parts is None else self._of_parts[parts.place]
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
+        kept = self._whole if parts is None else self._of_parts[parts]
         return kept[name][:count].to("cpu", copy=True)
 
-    def forget(self, parts: Parts) -> None:
-        if parts.of_graphs:
-            return  # they write to these copies when they are replayed
-        del self._of_parts[parts.place]
+    def forget(self, parts: BlockByBlock) -> None:
+        del self._of_parts[parts]
 
 
 class RecordedNotes:
@@ -97,13 +95,13 @@ class RecordedNotes:
         self._kept[name] = recorder.keep(torch.zeros(rows.shape, dtype=rows.dtype))
         recorder.take(rows, recorder.keep(torch.arange(len(rows))), self._kept[name])
 
-    def in_parts(self, parts: Parts, rows: int) -> AbstractContextManager[None]:
+    def in_parts(self, parts: BlockByBlock, rows: int) -> AbstractContextManager[None]:
         raise ValueError("copies of a recorded program are of whole steps")
 
-    def read(self, name: str, count: int, parts: Parts | None = None) -> Tensor:
+    def read(self, name: str, count: int, parts: BlockByBlock | None = None) -> Tensor:
         return self._kept[name][:count].clone()
 
-    def forget(self, parts: Parts) -> None:
+    def forget(self, parts: BlockByBlock) -> None:
         raise ValueError("copies of a recorded program are of whole steps")
 
 

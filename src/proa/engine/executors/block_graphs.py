@@ -10,7 +10,7 @@ between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -103,12 +103,6 @@ class Replayed:
     ) -> None:  # fmt: skip
         self._graphs, self._size, self._rows, self._kept, self._launching = graphs, size, rows, kept, launching
         self._next, self._blocks, self._hidden = 0, graphs.num_blocks, graphs.residual(rows)
-
-    first_row, of_graphs = 0, True
-
-    @property
-    def place(self) -> Hashable:
-        return self._graphs, self._size
 
     @property
     def done(self) -> bool:

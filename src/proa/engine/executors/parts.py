@@ -4,7 +4,7 @@ how many, cutting steps into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,17 +27,6 @@ class Chunk:
 
 class Parts(Protocol):
     """A step in parts under way. A unit is a block, or one of the groups of its experts, for one chunk."""
-
-    @property
-    def place(self) -> Hashable:
-        """Identifies the memory that its launches write to: its own, or that of graphs which other steps replay too."""
-
-    @property
-    def of_graphs(self) -> bool: ...
-
-    @property
-    def first_row(self) -> int:
-        """The first row of the chunk that is computed now, or next."""
 
     @property
     def done(self) -> bool: ...
@@ -71,14 +60,9 @@ class BlockByBlock:
         self._next = 0
         self._kept, self._launching = kept, launching
 
-    of_graphs = False
-
-    @property
-    def place(self) -> Hashable:
-        return self
-
     @property
     def first_row(self) -> int:
+        """The first row of the chunk that is computed now, or next."""
         return self._chunks[self._next].first_row
 
     @property
