@@ -103,7 +103,7 @@ def test_half_of_the_missed_experts_are_read_in_place(make: Make) -> None:
     assert got.plan.gpu.co_fetch_half
 
 
-def test_blocks_are_launched_op_by_op() -> None:
+def test_blocks_are_launched_op_by_op(make: Make) -> None:
     """Notes are copies of one step: a graph would write to those of the step that it was captured in."""
 
     def made(asked: EngineOptions) -> Plan:
