@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.random_requests import outcome, requests
-from engine.turn_cases import KINDS, Case, case_of, loader
+from engine.turn_cases import GRAPHS, KINDS, Case, case_of, loader
 from engines import Loaded, finish_all
 from proa.engine.executors.executor import Pace
 from proa.native.pool import Pool
@@ -59,6 +59,16 @@ def run(case: Case, asked: list[EngineRequest], seed: int, leaving: frozenset[st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("family", "pages"), [("qwen3-moe", 200), ("qwen3-next", 60)])
 def test_random_traffic(kind: str, family: str, pages: int, seed: int, load: Callable[[str, str], Loaded]) -> None:
+    check(kind, family, pages, seed, load)
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize(("family", "pages", "seed"), [("qwen3-moe", 200, 0), ("qwen3-next", 60, 1)])
+def test_blocks_as_graphs(kind: str, family: str, pages: int, seed: int, load: Callable[[str, str], Loaded]) -> None:
+    check(kind, family, pages, seed, load)
+
+
+def check(kind: str, family: str, pages: int, seed: int, load: Callable[[str, str], Loaded]) -> None:
     model, rng = load(kind, family), Random(seed)
     asked = traffic(model, seed)
     leaving = frozenset(one.id for one in asked if rng.random() < 0.3)

@@ -27,6 +27,8 @@ PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 5, 32
 
 
 KINDS = ["torch", "native", "sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Prompts are streamed, and blocks are replayed as graphs: on a GPU, or with its executor on the CPU.
+GRAPHS = ["host, graphs", pytest.param("cuda, graphs", marks=pytest.mark.gpu)]
 
 
 @dataclass
@@ -79,6 +81,10 @@ def loader(pool: Pool, folder: Path) -> Callable[[str, str], Loaded]:
             make_tiny(family, made)
         if kind == "torch":
             return load_decoder(made)
-        return load_native(made, pool) if kind == "native" else load_split(made, pool, Split(0.5), kind)
+        if kind == "native":
+            return load_native(made, pool)
+        device, _, how = kind.partition(", ")
+        split = Split(0.5, prefill="half", ring_bytes=1 << 22) if how else Split(0.5)
+        return load_split(made, pool, split, device)
 
     return load
