@@ -88,5 +88,28 @@ def test_https(tokenizer: Tokenizer, tmp_path: Path) -> None:
             httpx.get(served.url.replace("https", "http") + "/version")
     with pytest.raises(UsageError, match="ssl-keyfile is given"):
         tls_context(ServerOptions(ssl_keyfile=str(key)))
-    with pytest.raises(UsageError, match="cannot be used"):
-        tls_context(ServerOptions(ssl_certfile=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "message"),
+    [
+        (
+            "cert",
+            "encrypted",
+            "encrypted, and Proa asks for no password. .*: openssl pkey -in .*encrypted.pem -out NEW",
+        ),
+        ("cert", "other", "cert.pem with the private key of .*other.pem cannot be used: they do not belong together"),
+        ("cert", "cert", "cert.pem with the private key of .*cert.pem cannot be used: no PEM"),
+        ("cert", "none", "none.pem cannot be read: No such file"),
+        ("none", "key", "none.pem cannot be read: No such file"),
+    ],
+)
+def test_certificates_and_keys_that_cannot_be_used(cert: str, key: str, message: str, tmp_path: Path) -> None:
+    _, made = certificate(tmp_path)
+    openssl: list[Any] = ["openssl", "genpkey", "-algorithm", "RSA", "-out", tmp_path / "other.pem"]
+    subprocess.run(openssl, check=True, capture_output=True)
+    openssl = ["openssl", "pkey", "-in", made, "-aes256", "-passout", "pass:x", "-out", tmp_path / "encrypted.pem"]
+    subprocess.run(openssl, check=True, capture_output=True)
+    paths = {"ssl_certfile": tmp_path / f"{cert}.pem", "ssl_keyfile": tmp_path / f"{key}.pem"}
+    with pytest.raises(UsageError, match=message):
+        tls_context(ServerOptions(**{name: str(path) for name, path in paths.items()}))  # type: ignore[arg-type]

@@ -79,11 +79,24 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
             raise UsageError("--ssl-keyfile is given without a certificate.", "Give --ssl-certfile FILE too.")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    except OSError as error:  # ssl.SSLError is one
+    cert, key = options.ssl_certfile, options.ssl_keyfile or options.ssl_certfile
+
+    def password() -> str:  # without it, OpenSSL would ask on the terminal
         raise UsageError(
-            f"The certificate {options.ssl_certfile} cannot be used: {error}.",
+            f"The private key {key} is encrypted, and Proa asks for no password.",
+            f"Give a decrypted copy that only you can read, with --ssl-keyfile: openssl pkey -in {key} -out NEW.",
+        )
+
+    try:
+        for path in (cert, key):
+            Path(path).open("rb").close()
+        context.load_cert_chain(cert, key, password)
+    except ssl.SSLError as error:  # an OSError
+        why = "they do not belong together" if error.reason == "KEY_VALUES_MISMATCH" else error.reason or "no PEM"
+        raise UsageError(
+            f"The certificate of {cert} with the private key of {key} cannot be used: {why}.",
             "Give PEM files: --ssl-certfile with the certificate, --ssl-keyfile with its private key.",
         ) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Give readable PEM files.") from error
     return context
