@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import NoReturn
@@ -99,6 +100,14 @@ def test_unknown_models(home: Path, model: str, said: str) -> None:
         locate(model)
     assert model in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = (home / "llama").rename(home / os.fsdecode(b"m\xffodel"))
+    monkeypatch.chdir(odd)
+    for model in (".", f"../{odd.name}"):
+        with pytest.raises(UsageError, match=r"The path .*odel is not UTF-8\. Rename"):
+            locate(model)
 
 
 @pytest.mark.parametrize(
