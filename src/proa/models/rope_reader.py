@@ -90,7 +90,8 @@ def _yarn(p: Reader, factor: float, trained: int) -> RopeScaling:
 
 
 def _positions(c: Reader) -> int:
-    """The trained context, in tokens. Llama 1 wrote max_sequence_length, its first files neither key: it has 2048."""
+    """The trained context, in tokens. Llama 1 wrote max_sequence_length, its first files neither key: it has 2048, as
+    have families that assume no other."""
     return c.get_any(("max_position_embeddings", "max_sequence_length"), int, 2048)
 
 
