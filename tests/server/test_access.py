@@ -11,14 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes import Reply
+from fakes import FakeEngine, Reply
 from proa.config.options import ServerOptions
 from proa.errors import UsageError
 from proa.server import access
 from proa.server.access import Access, tls_context
+from proa.server.app import build_app
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from served import Served
+from served import Served, make_service
 
 
 def status_of(checked: Access, key: str, *, is_counted: bool = True) -> int:
@@ -39,12 +40,12 @@ def test_keys_of_flags_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"# none\n\n", b"\xff\xfe"])
-def test_files_without_keys_are_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_files_without_keys_are_refused(tokenizer: Tokenizer, tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match="--api-key-file"):
-        Access(ServerOptions(api_key_file=str(path)))
+        build_app(make_service(tokenizer, FakeEngine(), api_key_file=str(path)))  # before the first request
 
 
 def test_requests_a_minute_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
