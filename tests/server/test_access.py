@@ -48,6 +48,17 @@ def test_files_without_keys_are_refused(tokenizer: Tokenizer, tmp_path: Path, co
         build_app(make_service(tokenizer, FakeEngine(), api_key_file=str(path)))  # before the first request
 
 
+@pytest.mark.parametrize(
+    "origin", ["app.example", "https://app.example/", "https://a.b/path", "https://a.b, https://c.d"]
+)
+def test_origins_that_no_browser_sends_are_refused(tokenizer: Tokenizer, origin: str) -> None:
+    build_app(
+        make_service(tokenizer, FakeEngine(), cors_origin=("*", "null", "http://[::1]:3000", "app://obsidian.md"))
+    )
+    with pytest.raises(UsageError, match=f"--cors-origin is '{origin}'"):
+        build_app(make_service(tokenizer, FakeEngine(), cors_origin=("http://a.b", origin)))
+
+
 def test_requests_a_minute_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now_s))

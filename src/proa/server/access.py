@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import re
 import ssl
 import time
 from collections import defaultdict, deque
@@ -15,6 +16,7 @@ from proa.errors import UsageError
 from proa.server.errors import ApiError
 
 WINDOW_S = 60.0
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*")
 
 
 class Access:
@@ -70,6 +72,18 @@ def _keys_in(path: str | None) -> list[str]:
     if not keys:
         raise UsageError(f"--api-key-file {path} has no key.", "Write one key a line.")
     return keys
+
+
+def checked_origins(options: ServerOptions) -> tuple[str, ...]:
+    """Return the origins of --cors-origin. Raises UsageError for one that no browser sends: it would match nothing."""
+    for origin in options.cors_origin:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"--cors-origin is {origin!r}, which is no origin.",
+                "Give scheme and host without a path, such as https://app.example or http://localhost:3000, or *.",
+                param="cors_origin",
+            )
+    return options.cors_origin
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
