@@ -17,6 +17,7 @@ import programs
 from openai_stub import Stub, serve_stub
 from proa.cli import launch
 from proa.cli.launch import AGENTS
+from proa.config.env import read_env
 from proa.errors import UsageError
 
 URL, MODEL, KEY, CONTEXT = "http://127.0.0.1:8000", "my/model", "sesame", 65536
@@ -45,6 +46,7 @@ def test_codex(tmp_path: Path) -> None:
     provider = settings["model_providers"]["proa"]
     assert (provider["base_url"], provider["wire_api"]) == (f"{URL}/v1", "responses")
     assert start.environ == {provider["env_key"]: KEY}
+    read_env(start.environ)  # the agent may run `proa`, which refuses unknown PROA_ variables
 
 
 def test_opencode(tmp_path: Path) -> None:

@@ -79,11 +79,11 @@ def codex(url: str, model: str, key: str, context_tokens: int, folder: Path) -> 
         "model_context_window": context_tokens,
         "model_providers.proa.name": "Proa",
         "model_providers.proa.base_url": f"{url}/v1",
-        "model_providers.proa.env_key": "PROA_AGENT_KEY",
+        "model_providers.proa.env_key": "LOCAL_API_KEY",
         "model_providers.proa.wire_api": "responses",
     }
     flags = (word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))
-    return Start(tuple(flags), {"PROA_AGENT_KEY": key})
+    return Start(tuple(flags), {"LOCAL_API_KEY": key})
 
 
 def opencode(url: str, model: str, key: str, context_tokens: int, folder: Path) -> Start:
