@@ -257,6 +257,20 @@ class TestGguf:
         del hub.repos[REPO]["sub/tiny-F16.gguf"]
         assert fetch().name == "tiny-Q8_0.gguf"
 
+    def test_the_only_one_that_is_cached_needs_no_choice_offline(
+        self, hub: FakeHub, repo: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = fetch(f"{REPO}:Q8_0")
+        with pytest.raises(UsageError, match="2 GGUF models"):
+            locate(REPO)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert locate(REPO) == found
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        fetch(f"{REPO}:F16")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(HubError, match="not complete in the cache"):
+            locate(REPO)
+
     def test_header_longer_than_the_first_guess(
         self, repo: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -80,6 +80,14 @@ class RepoCache:
         complete = (snapshot / "config.json").is_file() if config_only else _complete_folder(snapshot)
         return snapshot if complete and not self._lacks_small_files(commit) else None
 
+    def only_gguf(self, reference: HubReference) -> Path | None:
+        """Return the only GGUF model that is cached; the repository may have others."""
+        commit = self.commit(reference)
+        if commit is None or reference.file:
+            return None
+        groups = [group for group in _groups(self.snapshot(commit)) if group.is_complete]
+        return self.snapshot(commit) / groups[0].first if len(groups) == 1 else None
+
     def _lacks_small_files(self, commit: str) -> bool:
         """True if the list of the commit's files has a config or tokenizer file that the snapshot has not: other
         programs download all files at once, and weights may be complete before them."""

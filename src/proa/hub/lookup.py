@@ -55,7 +55,10 @@ def look_up(model: str, revision: str | None = None, *, config_only: bool = Fals
     if reference is None:
         raise _not_found(model)
     reference = reference.at(revision)
-    found = RepoCache(reference.repo).find(reference, config_only)
+    cache = RepoCache(reference.repo)
+    found = cache.find(reference, config_only)
+    if found is None and constants.HF_HUB_OFFLINE and not config_only:
+        found = cache.only_gguf(reference)  # the hub, which may have several to choose from, cannot be asked
     if found is None and not is_http_url(constants.ENDPOINT):  # huggingface_hub could not be imported for a download
         raise HubError(
             f"{model} is not complete in the cache, and HF_ENDPOINT is {constants.ENDPOINT!r}: no URL of a hub.",
