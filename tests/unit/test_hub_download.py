@@ -265,6 +265,10 @@ class TestGguf:
             locate(REPO)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert locate(REPO) == found
+        (part := found.parent / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(HubError, match="not complete in the cache"):
+            locate(REPO)
+        part.unlink()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         fetch(f"{REPO}:F16")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -81,9 +81,10 @@ class RepoCache:
         return snapshot if complete and not self._lacks_small_files(commit) else None
 
     def only_gguf(self, reference: HubReference) -> Path | None:
-        """Return the only GGUF model that is cached; the repository may have others."""
+        """Return the only GGUF model that is cached, unless safetensors, which come first, are cached in part. The
+        repository may have others."""
         commit = self.commit(reference)
-        if commit is None or reference.file:
+        if commit is None or reference.file or any(self.snapshot(commit).glob("*.safetensors*")):
             return None
         groups = [group for group in _groups(self.snapshot(commit)) if group.is_complete]
         return self.snapshot(commit) / groups[0].first if len(groups) == 1 else None
