@@ -100,7 +100,7 @@ def _printable(text: str) -> str:
 def _outcome(record: RequestRecord, status: int) -> Outcome:
     if status == 0 or record.error == _DISCONNECTED:
         return "cancelled"
-    if status >= 500 or record.error:
+    if (status >= 500 and status != 501) or record.error:
         return "failed"
     return "refused" if status >= 400 else "ok"
 
