@@ -29,8 +29,9 @@ def test_a_server_that_keeps_no_files_is_refused(tmp_path: Path) -> None:
     def start() -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({"url": "http://127.0.0.1:1", "decisions": [row]})
 
+    options = restart.RestartOptions(str(make_tiny("qwen3-moe", tmp_path)), prefix_tokens=256)
     with pytest.raises(UsageError, match="keeps no prefix in files: the prefix cache is off"):
-        restart.run(restart.RestartOptions(), tmp_path, start, start)
+        restart.run(options, tmp_path, start, start)
 
 
 @pytest.mark.seldom

@@ -11,14 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes import Reply
+from fakes import FakeEngine, Reply
 from proa.config.options import ServerOptions
 from proa.errors import UsageError
 from proa.server import access
 from proa.server.access import Access, tls_context
+from proa.server.app import build_app
 from proa.server.errors import ApiError
 from proa.text.tokenizer import Tokenizer
-from served import Served
+from served import Served, make_service
 
 
 def status_of(checked: Access, key: str, *, is_counted: bool = True) -> int:
@@ -39,12 +40,23 @@ def test_keys_of_flags_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"# none\n\n", b"\xff\xfe"])
-def test_files_without_keys_are_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_files_without_keys_are_refused(tokenizer: Tokenizer, tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match="--api-key-file"):
-        Access(ServerOptions(api_key_file=str(path)))
+        build_app(make_service(tokenizer, FakeEngine(), api_key_file=str(path)))  # before the first request
+
+
+@pytest.mark.parametrize(
+    "origin", ["app.example", "https://app.example/", "https://a.b/path", "https://a.b, https://c.d"]
+)
+def test_origins_that_no_browser_sends_are_refused(tokenizer: Tokenizer, origin: str) -> None:
+    build_app(
+        make_service(tokenizer, FakeEngine(), cors_origin=("*", "null", "http://[::1]:3000", "app://obsidian.md"))
+    )
+    with pytest.raises(UsageError, match=f"--cors-origin is '{origin}'"):
+        build_app(make_service(tokenizer, FakeEngine(), cors_origin=("http://a.b", origin)))
 
 
 def test_requests_a_minute_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,5 +100,28 @@ def test_https(tokenizer: Tokenizer, tmp_path: Path) -> None:
             httpx.get(served.url.replace("https", "http") + "/version")
     with pytest.raises(UsageError, match="ssl-keyfile is given"):
         tls_context(ServerOptions(ssl_keyfile=str(key)))
-    with pytest.raises(UsageError, match="cannot be used"):
-        tls_context(ServerOptions(ssl_certfile=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "message"),
+    [
+        (
+            "cert",
+            "encrypted",
+            "encrypted, and Proa asks for no password. .*: openssl pkey -in .*encrypted.pem -out NEW",
+        ),
+        ("cert", "other", "cert.pem with the private key of .*other.pem cannot be used: they do not belong together"),
+        ("cert", "cert", "cert.pem with the private key of .*cert.pem cannot be used: no PEM"),
+        ("cert", "none", "none.pem cannot be read: No such file"),
+        ("none", "key", "none.pem cannot be read: No such file"),
+    ],
+)
+def test_certificates_and_keys_that_cannot_be_used(cert: str, key: str, message: str, tmp_path: Path) -> None:
+    _, made = certificate(tmp_path)
+    openssl: list[Any] = ["openssl", "genpkey", "-algorithm", "RSA", "-out", tmp_path / "other.pem"]
+    subprocess.run(openssl, check=True, capture_output=True)
+    openssl = ["openssl", "pkey", "-in", made, "-aes256", "-passout", "pass:x", "-out", tmp_path / "encrypted.pem"]
+    subprocess.run(openssl, check=True, capture_output=True)
+    paths = {"ssl_certfile": tmp_path / f"{cert}.pem", "ssl_keyfile": tmp_path / f"{key}.pem"}
+    with pytest.raises(UsageError, match=message):
+        tls_context(ServerOptions(**{name: str(path) for name, path in paths.items()}))  # type: ignore[arg-type]

@@ -226,6 +226,19 @@ def test_wrong_routes_and_methods(tokenizer: Tokenizer) -> None:
     assert (no_model.status_code, check_shape(no_model)["code"]) == (404, "model_not_found")
 
 
+def test_names_of_models_have_slashes_and_the_list_may_end_in_one(tokenizer: Tokenizer) -> None:
+    async def work() -> list[httpx.Response]:
+        options = {"served_model_name": "my/model", "accept_any_model": False}
+        service = make_service(tokenizer, FakeEngine(), **options)
+        paths = ("my/model", "my%2Fmodel", "my%2Fother", "")
+        return [await send(service, "GET", f"/v1/models/{path}", follow_redirects=True) for path in paths]
+
+    plain, escaped, other, listed = run(work())
+    assert plain.json()["id"] == escaped.json()["id"] == "my/model"
+    assert (other.status_code, check_shape(other)["code"]) == (404, "model_not_found")
+    assert [card["id"] for card in listed.json()["data"]] == ["my/model"]
+
+
 def test_other_clients_than_browsers_may_leave_out_the_media_type(tokenizer: Tokenizer) -> None:
     """litellm does, with Ollama's endpoints."""
     response = post(tokenizer, CHAT, content=json.dumps({"messages": USER}).encode(), headers={})

@@ -420,3 +420,11 @@ def test_models(served: Served) -> None:
         served.client.chat.completions.create(model="gpt-9", messages=USER)
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
+
+
+def test_what_is_not_served_is_asked_once_and_is_no_failure(served: Served) -> None:
+    with pytest.raises(openai.InternalServerError, match="computes no embeddings"):
+        served.client.with_options(max_retries=2).embeddings.create(model=MODEL, input="Hi")
+    metrics = httpx.get(f"{served.url}/metrics").text
+    assert 'proa_requests_total{endpoint="other",outcome="refused"} 1.0' in metrics
+    assert 'outcome="failed"' not in metrics

@@ -205,6 +205,17 @@ def test_stored_responses_are_continued(served: Served) -> None:
     assert post(served, **asked, previous_response_id=unstored["id"]).status_code == 400
 
 
+def test_equal_request_ids_are_different_responses(served: Served) -> None:
+    headers, asked = {"x-request-id": "trace-1"}, {"model": MODEL, "max_output_tokens": 4}
+    url = f"{served.url}/v1/responses"
+    first, second = (httpx.post(url, json={**asked, "input": text}, headers=headers).json() for text in ("One", "Two"))
+    httpx.post(url, json={**asked, "input": "More", "previous_response_id": first["id"]}, headers=headers)
+    prompt = served.tokenizer.decode(served.engine.requests[-1].tokens, skip_special_tokens=False)
+    assert "One" in prompt
+    assert "Two" not in prompt
+    assert first["id"] != second["id"]
+
+
 @pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"store": True}])
 def test_without_stored_responses(tokenizer: Tokenizer, field: dict[str, Any]) -> None:
     with Served(tokenizer, Reply(tokenizer.encode("Hi")), stored_responses=0) as served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from starlette.types import Message
 import programs
 from fakes import FakeEngine, Reply
 from proa.cli.serve import EPILOG
+from proa.config.env import read_env
 from proa.config.options import ServerOptions
 from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ResourceError, UsageError, WeightsError
@@ -209,11 +211,12 @@ def test_url(host: str, start: str) -> None:
 def test_welcome_never_shows_the_key() -> None:
     text = welcome("http://127.0.0.1:8000", "demo", ServerOptions(api_key=("hunter2",)))
     assert "hunter2" not in text
-    assert "Bearer $PROA_API_KEY" in text
+    assert "Bearer $API_KEY" in text
     assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text
-    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=$PROA_API_KEY" in text
-    assert "proa launch claude demo --api-key $PROA_API_KEY " in text
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=$API_KEY" in text
+    assert "proa launch claude demo --api-key $API_KEY " in text
     assert "--api-key" in welcome("http://127.0.0.1:8000", "demo", ServerOptions(host="0.0.0.0"))
+    read_env(dict.fromkeys(re.findall(r"\$(\w+)", text), "x"))  # Proa refuses unknown PROA_ variables
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,7 @@ def test_welcome_never_shows_the_key() -> None:
 )
 def test_the_welcome_s_launch_command_finds_this_server(url: str, flags: str) -> None:
     assert f"proa launch claude demo{flags}    (" in welcome(url, "demo", ServerOptions())
+    assert f"proa launch claude 'my model'{flags}    (" in welcome(url, "my model", ServerOptions())
 
 
 def test_the_welcome_offers_no_agent_over_tls() -> None:

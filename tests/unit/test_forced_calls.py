@@ -194,6 +194,59 @@ def test_texts_that_a_schema_lists(calls: CallFormat, name: str) -> None:
         assert json.loads(arguments) == {"colour": value}
 
 
+SHORT = {"type": "string", "minLength": 2, "maxLength": 4}
+LIMITED_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "length": (SHORT, ["ab", "köln", "a\nb", "</p>"], ["", "a", "abcde"]),
+    "least length": ({"type": "string", "minLength": 2}, ["ab", "null", "</param" * 9], ["a"]),
+    "most length": ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
+    "found": ({"type": "string", "pattern": r"\d/[x/]"}, ["1/x", "so 3// it"], ["/x", "1/y"]),
+    "whole": ({"type": "string", "pattern": "^[a-z|$]+$"}, ["ab", "|$"], ["aB", "a b", ""]),
+    "several": (
+        {"type": "string", "pattern": r"^a|b$|c\$|(?:d)\\$"},
+        ["ax", "xb", "xc$x", "xd\\"],
+        ["xa", "bx", "xc"],
+    ),
+    "both": ({"type": "string", "pattern": "^[ab]", "maxLength": 2}, ["b", "ax"], ["x", "abc"]),
+    "or null": ({"anyOf": [SHORT, {"type": "null"}]}, ["ab", None], ["a", "abcde"]),
+    "types": ({**SHORT, "type": ["string", "null"]}, ["ab", None], ["a", "abcde"]),
+    "or one text": ({"anyOf": [SHORT, {"const": "longer"}]}, ["ab", "longer"], ["longe", "a"]),
+    "definition": ({"$ref": "#/$defs/Short"}, ["ab"], ["a"]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED_TEXTS)
+@pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
+def test_lengths_and_patterns_of_texts(calls: CallFormat, name: str) -> None:
+    own, good, bad = LIMITED_TEXTS[name]
+    properties = {"text": own, "more": {"type": "integer"}}
+    parameters = {"properties": properties, "required": [*properties], "$defs": {"Short": SHORT}}
+    found = call_grammar(calls, [{"function": {"name": "f", "parameters": parameters}}], ["f"], only_one=True)
+    assert found is not None
+    texts = {str(value): WRITERS[calls.name][0]("f", {"text": value, "more": 5}) for value in [*good, *bad]}
+    assert [value for value in good if not accepts(found, texts[str(value)])] == []
+    assert [value for value in bad if accepts(found, texts[str(value)])] == []
+
+
+@pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"minLength": "2"},
+        {"maxLength": -1},
+        {"maxLength": True},
+        {"pattern": 5},
+        {"pattern": "a(?=b)"},
+        {"pattern": "(^a)"},
+    ],
+)
+def test_lengths_and_patterns_that_cannot_be_used(calls: CallFormat, wrong: dict[str, Any]) -> None:
+    parameters = {"properties": {"text": {"type": "string", **wrong}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(RequestError, match=r"^tools\[f\]\.parameters") as caught:
+        matcher(call_grammar(calls, tools, ["f"], only_one=True) or Constraint.choice(["none"]))
+    assert (caught.value.param or "").startswith("tools[f].parameters")
+
+
 @pytest.mark.parametrize("calls", IN_ELEMENTS, ids=[f.name for f in IN_ELEMENTS])
 @pytest.mark.parametrize(
     ("parameters", "place"),

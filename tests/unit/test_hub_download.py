@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
+import programs
 from fake_hub import COMMIT, FakeHub, serve_hub
 from proa.config.options import ModelOptions
 from proa.errors import ConfigError, HubError, ModelNotFound, ProaError, ResourceError, UsageError, WeightsError
@@ -254,6 +257,24 @@ class TestGguf:
         del hub.repos[REPO]["sub/tiny-F16.gguf"]
         assert fetch().name == "tiny-Q8_0.gguf"
 
+    def test_the_only_one_that_is_cached_needs_no_choice_offline(
+        self, hub: FakeHub, repo: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = fetch(f"{REPO}:Q8_0")
+        with pytest.raises(UsageError, match="2 GGUF models"):
+            locate(REPO)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert locate(REPO) == found
+        (part := found.parent / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(HubError, match="not complete in the cache"):
+            locate(REPO)
+        part.unlink()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        fetch(f"{REPO}:F16")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(HubError, match="not complete in the cache"):
+            locate(REPO)
+
     def test_header_longer_than_the_first_guess(
         self, repo: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -318,6 +339,23 @@ def test_unreachable(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match=r"cannot be reached.*HF_ENDPOINT"):
         fetch()
+
+
+@pytest.mark.parametrize("endpoint", ["", "huggingface.co", "ftp://x.y", "http://", "http://[::1", "http://a b"])
+def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(HubError, match=f"HF_ENDPOINT is '{re.escape(endpoint)}'.* Set it to"):
+        locate(REPO)
+
+
+def test_an_endpoint_with_an_impossible_port(tmp_path: Path) -> None:
+    """huggingface_hub cannot be imported with it, so another process does."""
+    done = subprocess.run(
+        programs.proa("plan", REPO), capture_output=True, text=True, check=False,
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:99999", "HF_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == HubError.exit_code
+    assert "HF_ENDPOINT is 'http://127.0.0.1:99999'" in done.stderr
 
 
 def test_not_a_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

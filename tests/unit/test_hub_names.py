@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 from pathlib import Path
 from typing import NoReturn
@@ -98,6 +100,14 @@ def test_unknown_models(home: Path, model: str, said: str) -> None:
         locate(model)
     assert model in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = (home / "llama").rename(home / os.fsdecode(b"m\xffodel"))
+    monkeypatch.chdir(odd)
+    for model in (".", f"../{odd.name}"):
+        with pytest.raises(UsageError, match=r"The path .*odel is not UTF-8\. Rename"):
+            locate(model)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +288,24 @@ class TestCache:
             locate("qwen3-30b")
         (snapshot / kind.format(1)).write_bytes(b"1")
         assert locate("qwen3-30b") == snapshot
+
+    @pytest.mark.parametrize("missing", ["tokenizer.json", "generation_config.json", "model.safetensors.index.json"])
+    def test_a_cut_download_of_another_program_is_not_complete(self, snapshot: Path, missing: str) -> None:
+        """huggingface_hub writes the list of all files first, and fetches several at once."""
+        small = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"}
+        shards = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+        for name in (*small, *shards):
+            (snapshot / name).write_bytes(json.dumps({"weight_map": dict(enumerate(shards))}).encode())
+        unused = ["README.md", "pytorch_model.bin.index.json", "original/tokenizer.model"]
+        listed = {"format_version": 1, "files": {path: {"size": 1} for path in (*small, *shards, *unused)}}
+        (trees := snapshot.parent.parent / "trees").mkdir()
+        (trees / f"{COMMIT}.json").write_text(json.dumps(listed))
+        assert locate("qwen3-30b") == locate("qwen3-30b", config_only=True) == snapshot
+        (snapshot / missing).unlink()
+        for config_only in (False, True):
+            with pytest.raises(NetworkTouchedError):
+                locate("qwen3-30b", config_only=config_only)
+        assert list(cached_references()) == []
 
     def test_listing(self, snapshot: Path) -> None:
         (snapshot / "odd-2.safetensors").write_bytes(b"2")

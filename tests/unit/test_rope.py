@@ -13,7 +13,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from proa.engine.executors.angles import AngleTables
 from proa.engine.executors.batch import StepLimits
+from proa.errors import ConfigError
 from proa.layers.rope import cos_sin
+from proa.models.config_reader import Reader
+from proa.models.rope_reader import context_tokens, rope
 from proa.models.spec import Rope, RopeScaling
 
 BASE = 5e5
@@ -53,19 +56,39 @@ def test_angles_match_transformers(case: str, length: int) -> None:
     )  # fmt: skip
     positions = torch.arange(length)
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    rope = Rope(32, BASE, scaling)
-    got = cos_sin(rope, positions, torch.full((length,), length))
+    got = cos_sin(Rope(32, BASE, scaling), positions, torch.full((length,), length))
     for ours, theirs in zip(got, want, strict=True):
         half = theirs[0, :, : 32 // 2]
         # angles reach `length` radians in float32, so their cosines differ by up to its rounding there
         assert (ours - half).abs().max() <= 4 * length * torch.finfo(torch.float32).eps
 
 
+def test_a_null_factor_of_yarn_is_how_far_the_context_was_extended() -> None:
+    parameters = {"rope_theta": BASE, "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=384, rope_parameters=parameters)
+    positions = torch.arange(300)
+    want = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    reader = Reader({"max_position_embeddings": 384, "rope_parameters": parameters})
+    read = rope(reader, 32, BASE)
+    assert (read.scaling, context_tokens(reader, read)) == (RopeScaling("yarn", 6.0, 64), 384)
+    for ours, theirs in zip(cos_sin(read, positions, positions + 1), want, strict=True):
+        assert (ours - theirs[0, :, :16]).abs().max() <= 4 * 300 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("original", "message"), [(None, "'factor' is missing"), (768, "at least 1"), (0, "at least 1")]
+)
+def test_null_factors_that_say_nothing(original: int | None, message: str) -> None:
+    parameters = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": original}
+    with pytest.raises(ConfigError, match=message):
+        rope(Reader({"max_position_embeddings": 384, "rope_parameters": parameters}), 32, BASE)
+
+
 def test_a_dynamic_row_does_not_depend_on_its_chunk() -> None:
-    rope = Rope(32, BASE, RopeScaling("dynamic", 3.0, 64))
+    dynamic = Rope(32, BASE, RopeScaling("dynamic", 3.0, 64))
     positions, lengths = torch.arange(100), torch.full((100,), 100)
-    whole = cos_sin(rope, positions, lengths)
-    parts = [cos_sin(rope, positions[a : a + 7], lengths[a : a + 7]) for a in range(0, 100, 7)]
+    whole = cos_sin(dynamic, positions, lengths)
+    parts = [cos_sin(dynamic, positions[a : a + 7], lengths[a : a + 7]) for a in range(0, 100, 7)]
     assert all(torch.equal(w, torch.cat([p[i] for p in parts])) for i, w in enumerate(whole))
 
 
@@ -83,14 +106,14 @@ def test_positions_along_three_axes(family: str) -> None:
         axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(half))
     positions = torch.randint(0, 64, (3, 9))
     cos, sin = theirs(torch.zeros(1, 9, 64), positions[:, None])
-    rope = Rope(2 * half, BASE, axes=axes)
-    for want, got in zip((cos, sin), cos_sin(rope, positions, positions[0] + 1), strict=True):
+    axial = Rope(2 * half, BASE, axes=axes)
+    for want, got in zip((cos, sin), cos_sin(axial, positions, positions[0] + 1), strict=True):
         assert torch.equal(want[0, :, :half], got)
     limits = StepLimits(rows=9, sequences=1, context_tokens=64, page_tokens=16, head_rows=1)
-    table = AngleTables([rope, Rope(2 * half, BASE)], limits, torch.device("cpu"))
+    table = AngleTables([axial, Rope(2 * half, BASE)], limits, torch.device("cpu"))
     found = table.of(positions)
-    assert torch.equal(found[rope][0], cos[0, :, :half])
-    assert torch.equal(found[rope][1], sin[0, :, :half])
+    assert torch.equal(found[axial][0], cos[0, :, :half])
+    assert torch.equal(found[axial][1], sin[0, :, :half])
     assert torch.equal(found[Rope(2 * half, BASE)][0], table.of(positions[0])[Rope(2 * half, BASE)][0])
 
 

@@ -415,9 +415,16 @@ def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path
         ({"pre": "brand-new"}, "pre-tokenizer is 'brand-new'.*--tokenizer PATH"),
         ({"pre": None}, "pre-tokenizer is 'None'"),
         ({"merges": None}, "has no merges.*--tokenizer PATH"),
+        (
+            {"merges": ["H e", "H nowhere"]},
+            r"the merge 'H nowhere' \(number 1\), but no token 'nowhere'\..*--tokenizer PATH",
+        ),
+        ({"merges": ["Hello"]}, r"the merge 'Hello' \(number 0\), which is not two tokens"),
     ],
 )
-def test_an_unknown_pre_tokenizer_is_refused(folder: Path, tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_unknown_pre_tokenizers_and_wrong_merges_are_refused(
+    folder: Path, tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(TokenizerError, match=says):
         Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", **values))
 

@@ -1,6 +1,8 @@
-"""Option checks that several benchmarks share: lists of numbers, and the planned GPU."""
+"""Option checks that several benchmarks share: lists of numbers, the planned context, and the planned GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from proa.config.options import GpuOptions
 from proa.config.value import parse_tokens
@@ -19,6 +21,22 @@ def parse_numbers(text: str, param: str, least: int, most: int) -> tuple[int, ..
         takes = f"Give numbers from {least} to {most}, separated by commas."
         raise UsageError(f"--{param} is {text!r}.", takes, param=param)
     return tuple(dict.fromkeys(numbers))
+
+
+def need_context(plan: Plan, lengths: Mapping[str, int], answer: int = 0) -> None:
+    """Raise UsageError if a request of these lengths, by option, with an answer of `answer` tokens more, is longer than
+    the planned context, before the model is loaded."""
+    tokens = sum(lengths.values()) + answer
+    if tokens <= plan.context_tokens:
+        return
+    options = " and ".join(f"--{name.replace('_', '-')} {value}" for name, value in lengths.items())
+    more = f" with answers of {answer} tokens" if answer else ""
+    row = next(row for row in plan.decisions if row.name == "context")
+    raise UsageError(
+        f"{options}{more} need a context of {tokens} tokens, but it has {plan.context_tokens} ({row.why}).",
+        f"Lower them to {plan.context_tokens - answer} tokens together.",
+        param=next(iter(lengths)),
+    )
 
 
 def need_gpu(asked: GpuOptions) -> None:

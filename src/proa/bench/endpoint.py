@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from proa.bench.timing import Timing
+from proa.config.value import is_http_url
 from proa.errors import ProaError, UsageError
 
 
@@ -85,7 +86,7 @@ async def open_endpoint(
     Raises UsageError for what is no URL, a remote one without `allow_remote`, or if the model is ambiguous; ProaError
     if the server does not answer.
     """
-    if not _is_http(url):
+    if not is_http_url(url):
         raise UsageError(f"--url is {url!r}.", "Give a server's address, such as http://127.0.0.1:8000.", param="url")
     if not (is_loopback(url) or allow_remote):
         raise UsageError(
@@ -104,14 +105,6 @@ async def open_endpoint(
                 f"{url} serves {', '.join(served) or 'no model'}, not {model}.", "Choose a served model with --model."
             )
         yield Endpoint(http, model if model in served else served[0])
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an IPv6 address
-        return False
 
 
 def is_loopback(url: str) -> bool:

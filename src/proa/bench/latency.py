@@ -12,20 +12,23 @@ from statistics import median
 
 import msgspec
 
+from proa.bench.asked import need_context
 from proa.bench.endpoint import open_endpoint
 from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
-from proa.bench.predicted import measured_rates, predicted_figures, work_of_engine
+from proa.bench.predicted import measured_rates, predicted_figures
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.timing import Timing, spread_ms, stage_us
 from proa.config.field import option
 from proa.config.options import EngineOptions
+from proa.engine.processes.early import EarlyProcess
 from proa.engine.stats import Stats
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
 from proa.plan.roof import roof_at
-from proa.plan.work import Work
+from proa.plan.work import Work, planned_work
 from proa.types import SamplingParams
 
 QUESTION = "How long does one request wait?"
@@ -136,10 +139,16 @@ async def _server(options: LatencyOptions, url: str) -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def _engine(options: LatencyOptions) -> AsyncIterator[Target]:
-    llm = await AsyncLLM.launch(options.model, options.engine, own_thread=True)
+    asked = options.engine
+    lengths = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    with EarlyProcess() as early:
+        prepared = await asyncio.to_thread(prepare, options.model, asked, when_measured=early.begin)
+        need_context(prepared.plan, lengths)
+        llm = await AsyncLLM.launch_prepared(prepared, asked, early=early, own_thread=True)
     try:
         await llm.engine.wait_ready()
-        yield replace(engine_target(llm, options.output_tokens), work=work_of_engine(llm.plan, options.engine))
+        work = planned_work(llm.plan, asked.model, prepared.declared, prepared.checkpoint)
+        yield replace(engine_target(llm, options.output_tokens), work=work)
     finally:
         await llm.close()
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from proa.bench.gpu_rates import measure_gpu
 from proa.config.options import EngineOptions
 from proa.errors import NativeError, ResourceError
 from proa.machine.probe import probe
 from proa.machine.rates import GpuRate, RamRate, Rates
-from proa.plan.opened import open_model
 from proa.plan.plan import Plan
 from proa.plan.predict import decode, prefill, speeds_of
 from proa.plan.prepare import Prepared, cpu_flops
 from proa.plan.speeds import Speed, Speeds
 from proa.plan.work import Work, planned_work
-
-
-def work_of_engine(plan: Plan, asked: EngineOptions) -> Work:
-    """The work of a running engine's plan; reads the model's headers again. Raises what `open_model` raises."""
-    opened = open_model(Path(plan.path), plan.load_format, asked.model)
-    return planned_work(plan, asked.model, opened.declared, opened.checkpoint)
 
 
 def measured_rates(plan: Plan, asked: EngineOptions, ram: RamRate, gpus: tuple[GpuRate, ...] = ()) -> Rates | None:

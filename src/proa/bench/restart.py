@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from proa.bench.asked import need_context
 from proa.bench.endpoint import Endpoint, open_endpoint
 from proa.bench.limit import busy_notes
 from proa.bench.predicted import Planned, planned, predicted_restart, rates_used
@@ -62,10 +63,12 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
     """Measure. folder: of the prefix cache. start, start_killed: run a server with that folder until the block ends and
     yield its report; the second one ends by SIGKILL. Raises ProaError."""
     notes = busy_notes()
+    beside, speeds = _planned(options)  # no server has the memory yet
+    lengths = {"prefix_tokens": options.prefix_tokens, "suffix_tokens": options.suffix_tokens}
+    need_context(beside.plan, lengths, OUTPUT_TOKENS)
     with start_killed() as report:
         _keeps_files(report)
         before = asyncio.run(_first(options, folder, report["url"]))
-    beside, speeds = _planned(options)  # no server has the memory now
     files = sorted(folder.glob("*.kv"))
     _drop_from_page_cache(files)
     with start() as report:
@@ -80,7 +83,6 @@ def run(options: RestartOptions, folder: Path, start: Start, start_killed: Start
     restore_s = (figures["restored_bytes"] or 0.0) / file_rate  # as the engine predicts it, by the rate of this run
     figures["predicted_restore_ms"] = 1e3 * restore_s
     if speeds is not None:
-        lengths = {"prefix_tokens": options.prefix_tokens, "suffix_tokens": options.suffix_tokens}
         figures |= predicted_restart(beside.plan, beside.work, speeds, **lengths, restore_s=restore_s)
         figures |= rates_used(speeds)
     return result("restart", QUESTION, options.model, options, figures, notes=notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from proa.bench.asked import need_context
 from proa.bench.predicted import planned
 from proa.bench.result import Result
 from proa.bench.serve import ServeBenchOptions
@@ -39,6 +40,7 @@ def _measure(bench: ServeBenchOptions) -> Result:
         return measure(bench, bench.url)
     with show_progress(console_err()) as show:
         prepared = prepare(bench.model, bench.engine, show)
+    need_context(prepared.plan, {"input_tokens": bench.input_tokens, "output_tokens": bench.output_tokens})
     beside = planned(prepared, bench.engine)  # while the server does not have the memory
     with server_process([bench.model, "--port=0", *to_argv(bench.engine)]) as report:
         return measure(bench, report["url"], beside)

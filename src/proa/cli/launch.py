@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from proa.config.field import argument, option
 from proa.config.options import EngineOptions
@@ -77,11 +79,11 @@ def codex(url: str, model: str, key: str, context_tokens: int, folder: Path) -> 
         "model_context_window": context_tokens,
         "model_providers.proa.name": "Proa",
         "model_providers.proa.base_url": f"{url}/v1",
-        "model_providers.proa.env_key": "PROA_AGENT_KEY",
+        "model_providers.proa.env_key": "LOCAL_API_KEY",
         "model_providers.proa.wire_api": "responses",
     }
     flags = (word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))
-    return Start(tuple(flags), {"PROA_AGENT_KEY": key})
+    return Start(tuple(flags), {"LOCAL_API_KEY": key})
 
 
 def opencode(url: str, model: str, key: str, context_tokens: int, folder: Path) -> Start:
@@ -115,7 +117,27 @@ def run(argv: Sequence[str]) -> int:
     program = _program(options.agent)
     with _settings(options) as start:
         command = [program, *start.flags, *words[cut + 1 :]]
-        return subprocess.run(command, env={**os.environ, **start.environ}, check=False).returncode
+        return _run_agent(command, {**os.environ, **start.environ})
+
+
+def _run_agent(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the agent and return its exit code. A signal that would end this program goes to the agent, because server
+    and settings are needed until it has ended; Ctrl-C reaches it from the terminal."""
+    with subprocess.Popen(command, env=environ) as agent:
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number != signal.SIGINT:
+                agent.send_signal(number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGHUP
+        before = {number: signal.signal(number, forward) for number in heard}
+        try:
+            code = agent.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return code if code >= 0 else 128 - code  # as shells report a signal
 
 
 def _program(agent: str) -> str:

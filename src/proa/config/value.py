@@ -9,6 +9,7 @@ import math
 import re
 from decimal import Decimal
 from typing import Any
+from urllib.parse import urlsplit
 
 from proa.config.field import Declaration
 from proa.config.suggest import did_you_mean
@@ -89,8 +90,14 @@ def from_data(option: Declaration, value: Any, where: str) -> Any:
 def check(option: Declaration, value: Any, where: str) -> Any:
     """Return the value if it is one of the choices and in range. Raises UsageError that names both."""
     info = option.info
-    if option.type is str and "" in (value if option.repeatable else (value,)):
-        raise _wrong(option, "empty", where)  # for example --api-key=$KEY with KEY unset
+    if option.type is str:
+        texts = value if option.repeatable else (value,)
+        if "" in texts:
+            raise _wrong(option, "empty", where)  # for example --api-key=$KEY with KEY unset
+        if not all(is_utf8(text) for text in texts):
+            raise UsageError(
+                f"{where} is not UTF-8.", "Give text in UTF-8; rename a file or folder.", param=option.name
+            )
     if info.choices and value not in info.choices:
         raise _wrong(option, repr(value), where, did_you_mean(str(value), info.choices))
     if option.type in (int, float):
@@ -98,6 +105,20 @@ def check(option: Declaration, value: Any, where: str) -> Any:
         if not low <= value <= high:  # NaN fails here too
             raise _wrong(option, to_text(option, value), where)
     return value
+
+
+def is_utf8(text: str) -> bool:
+    """False for a command line's bytes that are not UTF-8, which Python keeps as surrogates (PEP 383)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def is_http_url(text: str) -> bool:
+    """True for a URL of a server: http or https, a host, and no impossible port."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and " " not in text
+    except ValueError:  # of a port or an IPv6 address
+        return False
 
 
 def expects(option: Declaration) -> str:

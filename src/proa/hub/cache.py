@@ -3,11 +3,13 @@
 models--org--name/blobs/<etag>                   file content; <etag>.incomplete during the download
 models--org--name/snapshots/<commit>/<path>      symbolic link to a blob, made when the blob is complete
 models--org--name/refs/<revision>                a commit
+models--org--name/trees/<commit>.json            the commit's files, if another program has written the list
 .locks/models--org--name/<etag>.lock             held during the download
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from proa.hub.files import GgufGroup, gguf_groups, has_all_parts, named_group, shard_names
+from proa.hub.files import SMALL_FILES, GgufGroup, gguf_groups, has_all_parts, named_group, shard_names
 from proa.hub.reference import HubReference
 
 
@@ -71,13 +73,32 @@ class RepoCache:
         """
         commit = self.commit(reference)
         snapshot = self.snapshot(commit) if commit else None
-        if snapshot is None or not snapshot.is_dir():
+        if commit is None or snapshot is None or not snapshot.is_dir():
             return None
-        if config_only:
-            return snapshot if (snapshot / "config.json").is_file() else None
         if reference.file:
             return _complete_gguf(snapshot, reference.file)
-        return snapshot if _complete_folder(snapshot) else None
+        complete = (snapshot / "config.json").is_file() if config_only else _complete_folder(snapshot)
+        return snapshot if complete and not self._lacks_small_files(commit) else None
+
+    def only_gguf(self, reference: HubReference) -> Path | None:
+        """Return the only GGUF model that is cached, unless safetensors, which come first, are cached in part. The
+        repository may have others."""
+        commit = self.commit(reference)
+        if commit is None or reference.file or any(self.snapshot(commit).glob("*.safetensors*")):
+            return None
+        groups = [group for group in _groups(self.snapshot(commit)) if group.is_complete]
+        return self.snapshot(commit) / groups[0].first if len(groups) == 1 else None
+
+    def _lacks_small_files(self, commit: str) -> bool:
+        """True if the list of the commit's files has a config or tokenizer file that the snapshot has not: other
+        programs download all files at once, and weights may be complete before them."""
+        try:
+            listed = set(json.loads((self.folder / "trees" / f"{commit}.json").read_bytes())["files"])
+        except (OSError, ValueError, KeyError, TypeError):  # no list, or one in another form
+            return False
+        if any(path.endswith(".safetensors") for path in listed):
+            listed.discard("pytorch_model.bin.index.json")
+        return not all((self.snapshot(commit) / path).is_file() for path in listed & SMALL_FILES)
 
 
 def cache_root() -> Path:
@@ -116,8 +137,8 @@ def _complete_gguf(snapshot: Path, wanted: str) -> Path | None:
 
 
 def _complete_folder(snapshot: Path) -> bool:
-    """Return True if config.json and all weight files are there. Weights are downloaded last, so the other files are
-    then complete too."""
+    """Return True if config.json and all weight files are there. Proa downloads weights last, so that the other files
+    are then complete too."""
     if not (snapshot / "config.json").is_file():
         return False
     for single in ("model.safetensors", "pytorch_model.bin"):

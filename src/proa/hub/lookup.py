@@ -12,8 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from proa.config.suggest import did_you_mean
-from proa.errors import ModelNotFound, UsageError
+from proa.config.value import is_http_url, is_utf8
+from proa.errors import HubError, ModelNotFound, UsageError
 from proa.hub.aliases import load_aliases
 from proa.hub.cache import RepoCache
 from proa.hub.reference import HubReference, parse_reference
@@ -35,9 +38,12 @@ class Wanted:
 def look_up(model: str, revision: str | None = None, *, config_only: bool = False) -> Wanted:
     """Resolve `model`: a path, "demo", "demo-dense", an alias, or org/name[@revision][:file].
 
-    config_only: a hub model's weights need not be cached. Raises ModelNotFound, UsageError.
+    config_only: a hub model's weights need not be cached. Raises ModelNotFound, UsageError,
+    HubError if HF_ENDPOINT is wrong and would be needed.
     """
     local = _local(model)
+    if local is not None and not is_utf8(str(local)):
+        raise UsageError(f"The path {local} is not UTF-8.", "Rename its folders and files.")
     if (local or model in DEMO_NAMES) and revision is not None:
         raise UsageError(
             f"--revision {revision} is given, but {model} is not a hub repository.", "Leave out --revision."
@@ -49,7 +55,16 @@ def look_up(model: str, revision: str | None = None, *, config_only: bool = Fals
     if reference is None:
         raise _not_found(model)
     reference = reference.at(revision)
-    return Wanted(RepoCache(reference.repo).find(reference, config_only), reference)
+    cache = RepoCache(reference.repo)
+    found = cache.find(reference, config_only)
+    if found is None and constants.HF_HUB_OFFLINE and not config_only:
+        found = cache.only_gguf(reference)  # the hub, which may have several to choose from, cannot be asked
+    if found is None and not is_http_url(constants.ENDPOINT):  # huggingface_hub could not be imported for a download
+        raise HubError(
+            f"{model} is not complete in the cache, and HF_ENDPOINT is {constants.ENDPOINT!r}: no URL of a hub.",
+            "Set it to an address such as https://huggingface.co, or unset it.",
+        )
+    return Wanted(found, reference)
 
 
 def _local(model: str) -> Path | None:

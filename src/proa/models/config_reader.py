@@ -108,6 +108,11 @@ class Reader:
             raise self.error(f"these keys mean the same and must agree: {found}")
         return values[0]
 
+    def assume(self, key: str, value: object) -> None:
+        """Read an absent or null key as `value` from now on: the family's default for a reader that others share."""
+        if not self.has(key):
+            self._values = {**self._values, key: value}
+
     def value(self, key: str) -> Any:
         """Read one key of any type; None if it is absent or null."""
         self._seen.add(key)

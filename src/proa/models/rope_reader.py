@@ -25,7 +25,7 @@ def rope(c: Reader, head_dim: int, theta: float, partial: float | None = None) -
     if partial is None:
         for part in (c, p):
             part.expect("partial_rotary_factor", 1.0)
-    scaling = _scaling(p, _positions(c), c.get("original_max_position_embeddings", int, None))
+    scaling = _scaling(p, _positions(c), c.size("original_max_position_embeddings", None))
     if scaling and scaling.kind == "factors" and len(scaling.factors) != dim // 2:
         raise p.error(f"{len(scaling.factors)} rope factors for {dim // 2} frequencies")
     return Rope(
@@ -56,14 +56,14 @@ def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | N
     if kind == "factors":
         factors = tuple(float(f) for f in p.get("factors", list))
         return RopeScaling("factors", 1.0, positions, factors=factors)
-    factor = p.get("factor", float)
+    trained = p.size("original_max_position_embeddings", positions)
+    trained = trained if original is None else original
+    extended = kind == "yarn" and not p.has("factor") and trained != positions  # null: transformers divides
+    factor = positions / trained if extended else p.get("factor", float)
     if factor < 1.0:
         raise p.error(f"factor must be at least 1, but it is {factor}")
     if kind in ("linear", "dynamic"):
-        p.ignore("linear and dynamic use max_position_embeddings", "original_max_position_embeddings")
-        return RopeScaling("linear" if kind == "linear" else "dynamic", factor, positions)
-    trained = p.get("original_max_position_embeddings", int, positions)
-    trained = trained if original is None else original
+        return RopeScaling("linear" if kind == "linear" else "dynamic", factor, positions)  # not the original ones
     if kind == "llama3":
         low, high = p.get("low_freq_factor", float), p.get("high_freq_factor", float)
         if not 0 < low < high:
@@ -90,7 +90,8 @@ def _yarn(p: Reader, factor: float, trained: int) -> RopeScaling:
 
 
 def _positions(c: Reader) -> int:
-    """The trained context, in tokens. Llama 1 wrote max_sequence_length, its first files neither key: it has 2048."""
+    """The trained context, in tokens. Llama 1 wrote max_sequence_length, its first files neither key: it has 2048, as
+    have families that assume no other."""
     return c.get_any(("max_position_embeddings", "max_sequence_length"), int, 2048)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 from proa.errors import RequestError
 from proa.grammar.json_schema import for_llguidance, reference
@@ -14,6 +16,8 @@ from proa.parsers.typed import is_text
 from proa.types import Constraint, Tag, Tags
 
 _CHOICES = ("anyOf", "oneOf", "allOf")
+_ANY = r"/(.|\n)*/"
+_MARKS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)  # of a pattern: escapes and classes whole
 
 
 def call_grammar(
@@ -81,22 +85,33 @@ def _parameters(written: str, schema: Schema, path: str) -> str:
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     begin, _, end = written.partition("VALUE")
+    tagged = "STRING" in begin  # the form says of each value whether it is a string
     rules, order = [], []
     for i, (key, value) in enumerate(properties.items()):
         order.append(f"p{i}" if key in required else f"p{i}?")
         forms = list(_forms(value if isinstance(value, dict) else {}, schema, f"{path}.properties.{key}"))
-        has_any_text = (True, "") in forms
         ways = []
-        for is_string in (True, False):
-            texts = " | ".join(form for kind, form in forms if kind == is_string and form)
+        for is_string in (True, False) if tagged else (None,):
             own = _literal(begin.replace("STRING", json.dumps(is_string)).replace("KEY", key))
-            if is_string and has_any_text:
+            if not (group := [form for form in forms if is_string in (None, form.is_string)]):
+                continue
+            if any(form.kind == "text" for form in group):
                 ways.append(f"{own} v{i}")
-                rules.append(f"v{i}[lazy]: /(.|\\n)*/ {_literal(end)}")
-            elif texts and not (has_any_text and "STRING" not in begin):  # any text includes the others
-                ways.append(f"{own} ({texts}) {_literal(end)}")
+                rules.append(f"v{i}[lazy]: {_until(end, group)}")
+            else:
+                ways.append(f"{own} ({' | '.join(form.grammar for form in group)}) {_literal(end)}")
         rules.append(f"p{i}: {' | '.join(ways)}")
     return "\n".join([f"start: {' '.join(order) or _literal('')}", *rules])
+
+
+def _until(end: str, forms: Sequence[_Form]) -> str:
+    """Write the lexeme of a value of these forms and its end. Beside text, JSON is no lexeme of its own: then the value
+    is any text."""
+    limited = [form.grammar for form in forms if form.kind == "text" and form.grammar]
+    if len(limited) < sum(form.kind == "text" for form in forms) or any(form.kind == "json" for form in forms):
+        return f"{_ANY} {_literal(end)}"
+    held = [f"({text} & ~({_ANY} {_literal(end)} {_ANY}))" for text in limited]
+    return f"({' | '.join([*held, *(form.grammar for form in forms if form.kind == 'literal')])}) {_literal(end)}"
 
 
 def _any_parameters(written: str) -> str:
@@ -108,8 +123,16 @@ def _any_parameters(written: str) -> str:
     return f"start: p*\n{rule}\nv[lazy]: /(.|\\n)*/ {_literal(end)}"
 
 
-def _forms(schema: Schema, root: Schema, path: str) -> Iterator[tuple[bool, str]]:
-    """Yield the forms that a value may have: whether it is a string, and its grammar; empty for any text."""
+class _Form(NamedTuple):
+    """A form that a value may have. grammar: of a text its limits, a terminal; empty for any text."""
+
+    is_string: bool
+    kind: Literal["text", "literal", "json"]
+    grammar: str
+
+
+def _forms(schema: Schema, root: Schema, path: str) -> Iterator[_Form]:
+    """Yield the forms that a value may have."""
     seen: set[int] = set()  # ids: a definition may stand behind any number of references
     left: list[Schema] = [schema]
     while left:
@@ -121,17 +144,55 @@ def _forms(schema: Schema, root: Schema, path: str) -> Iterator[tuple[bool, str]
             left += [] if id(target) in seen else [{**target, **{k: v for k, v in one.items() if k != "$ref"}}]
             seen.add(id(target))
         elif isinstance(values, list) and values:
-            yield from ((True, _literal(value)) for value in values if isinstance(value, str))
+            yield from (_Form(True, "literal", _literal(value)) for value in values if isinstance(value, str))
             if others := [value for value in values if not isinstance(value, str)]:
-                yield False, _json({"enum": others}, root, path)
+                yield _Form(False, "json", _json({"enum": others}, root, path))
         elif parts and all(isinstance(part, dict) for part in parts) and ("allOf" not in one or len(parts) == 1):
             left += parts
         elif isinstance(kinds, list) and "string" in kinds:
             left += [{**one, "type": kind} for kind in kinds]
         elif is_text(one, root):
-            yield True, ""
+            yield _Form(True, "text", _limits(one, path))
+        elif kinds == "null":
+            yield _Form(False, "literal", _literal("null"))
         else:
-            yield False, _json(one, root, path)
+            yield _Form(False, "json", _json(one, root, path))
+
+
+def _limits(schema: Schema, path: str) -> str:
+    """Write the terminal of a string's length and pattern; empty if the schema limits neither. Raises RequestError."""
+    least, most, pattern = (schema.get(word) for word in ("minLength", "maxLength", "pattern"))
+    for word, value in (("minLength", least), ("maxLength", most)):
+        if value is not None and (type(value) is not int or value < 0):
+            raise RequestError(f"{path}.{word} is {str(value)[:100]!r}.", "Send a length.", param=f"{path}.{word}")
+    if not isinstance(pattern, str | None):
+        raise RequestError(f"{path}.pattern is {str(pattern)[:100]!r}.", "Send a text.", param=f"{path}.pattern")
+    found = [f"({' | '.join(map(_searched, _ways(pattern)))})"] if pattern is not None else []
+    if least or most is not None:
+        found.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
+    return " & ".join(found)
+
+
+def _ways(pattern: str) -> list[str]:
+    """Split a pattern at its outermost |."""
+    cuts, depth = [-1], 0
+    for match in _MARKS.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if match[0] == "|" and depth == 0:
+            cuts.append(match.start())
+    return [pattern[a + 1 : b] for a, b in pairwise([*cuts, len(pattern)])]
+
+
+def _searched(pattern: str) -> str:
+    """Write a terminal of the texts in which a pattern without an outermost | is found."""
+    inner = pattern.removeprefix("^")
+    ends = re.search(r"(?<!\\)(\\\\)*\$\Z", inner) is not None
+    inner = inner[:-1] if ends else inner
+    plain = re.sub(
+        r"\\.|[/\n]", lambda m: {"\\d": "[0-9]", "/": r"\/", "\n": r"\n"}.get(m[0], m[0]), inner, flags=re.DOTALL
+    )
+    before, after = "" if pattern.startswith("^") else r"(.|\n)*", "" if ends else r"(.|\n)*"
+    return f"/{before}(?:{plain}){after}/"
 
 
 def _json(schema: Schema, root: Schema, path: str) -> str:

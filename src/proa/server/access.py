@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import re
 import ssl
 import time
 from collections import defaultdict, deque
@@ -15,6 +16,7 @@ from proa.errors import UsageError
 from proa.server.errors import ApiError
 
 WINDOW_S = 60.0
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*")
 
 
 class Access:
@@ -72,6 +74,18 @@ def _keys_in(path: str | None) -> list[str]:
     return keys
 
 
+def checked_origins(options: ServerOptions) -> tuple[str, ...]:
+    """Return the origins of --cors-origin. Raises UsageError for one that no browser sends: it would match nothing."""
+    for origin in options.cors_origin:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"--cors-origin is {origin!r}, which is no origin.",
+                "Give scheme and host without a path, such as https://app.example or http://localhost:3000, or *.",
+                param="cors_origin",
+            )
+    return options.cors_origin
+
+
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
     """Load the certificate; None without one. Raises UsageError."""
     if options.ssl_certfile is None:
@@ -79,11 +93,24 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
             raise UsageError("--ssl-keyfile is given without a certificate.", "Give --ssl-certfile FILE too.")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    except OSError as error:  # ssl.SSLError is one
+    cert, key = options.ssl_certfile, options.ssl_keyfile or options.ssl_certfile
+
+    def password() -> str:  # without it, OpenSSL would ask on the terminal
         raise UsageError(
-            f"The certificate {options.ssl_certfile} cannot be used: {error}.",
+            f"The private key {key} is encrypted, and Proa asks for no password.",
+            f"Give a decrypted copy that only you can read, with --ssl-keyfile: openssl pkey -in {key} -out NEW.",
+        )
+
+    try:
+        for path in (cert, key):
+            Path(path).open("rb").close()
+        context.load_cert_chain(cert, key, password)
+    except ssl.SSLError as error:  # an OSError
+        why = "they do not belong together" if error.reason == "KEY_VALUES_MISMATCH" else error.reason or "no PEM"
+        raise UsageError(
+            f"The certificate of {cert} with the private key of {key} cannot be used: {why}.",
             "Give PEM files: --ssl-certfile with the certificate, --ssl-keyfile with its private key.",
         ) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.", "Give readable PEM files.") from error
     return context

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from proa.errors import ProaError
 from proa.server import generate, models, ollama, openapi, status
+from proa.server.access import Access, checked_origins
 from proa.server.dialect import error_response
 from proa.server.direct import DirectEndpoints
 from proa.server.errors import ApiError, json_response
@@ -22,7 +23,8 @@ from proa.server.service import Service
 
 def build_app(service: Service) -> FastAPI:
     """Build the HTTP application described in docs/api.md. server/body.py parses bodies instead of FastAPI, so that
-    every error has its protocol's format; therefore server/openapi.py makes /openapi.json."""
+    every error has its protocol's format; therefore server/openapi.py makes /openapi.json. Raises UsageError for
+    origins and a file of keys that cannot be used: middleware itself is made by the first request."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     generating = generate.endpoints(service)
     for path, endpoint in generating.items():
@@ -36,11 +38,11 @@ def build_app(service: Service) -> FastAPI:
     _add_description(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     app.add_middleware(DirectEndpoints, endpoints=generating)
-    app.add_middleware(RequestMiddleware, service=service, paths=paths)
-    if service.options.cors_origin:
+    app.add_middleware(RequestMiddleware, service=service, access=Access(service.options), paths=paths)
+    if origins := checked_origins(service.options):
         app.add_middleware(  # outermost: CORS preflight requests carry no API key
             CORSMiddleware,
-            allow_origins=service.options.cors_origin,
+            allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],

@@ -31,11 +31,11 @@ _DISCONNECTED = "the client disconnected"
 class RequestMiddleware:
     """Wraps every request. `paths`: the endpoint labels of the metrics; any other path is labelled "other"."""
 
-    def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, access: Access, paths: Collection[str]) -> None:
         self._app = app
         self._service = service
         self._paths = frozenset(paths)
-        self._access = Access(service.options)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,7 +100,7 @@ def _printable(text: str) -> str:
 def _outcome(record: RequestRecord, status: int) -> Outcome:
     if status == 0 or record.error == _DISCONNECTED:
         return "cancelled"
-    if status >= 500 or record.error:
+    if (status >= 500 and status != 501) or record.error:
         return "failed"
     return "refused" if status >= 400 else "ok"
 

@@ -32,7 +32,10 @@ def model_list(request: Request, service: Service) -> Response:
 
 
 def model_card(name: str, request: Request, service: Service) -> Response:
-    """Return the served model's card. Raises ApiError 404 for a name that is not accepted."""
+    """Return the served model's card; the list for /v1/models/ without a name. Raises ApiError 404 for a name that is
+    not accepted."""
+    if not name:
+        return model_list(request, service)
     service.check_model(name)
     return json_response((_anthropic_card if _ANTHROPIC_VERSION in request.headers else _card)(service))
 

@@ -41,5 +41,8 @@ def refusal_of(path: str) -> ApiError | None:
     """Return the error for a path of such an endpoint; None for any other path."""
     for start, reason in _REASONS.items():
         if path == start or path.startswith(f"{start}/"):
-            return ApiError(501, "not_implemented", f"{start} is not implemented. {reason}")
+            said = f"{start} is not implemented. {reason}"
+            return ApiError(
+                501, "not_implemented", said, headers={"x-should-retry": "false"}
+            )  # clients retry from 500 on
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -41,7 +42,8 @@ async def responses_job(
     only_one = is_named or not request.parallel_tool_calls
     params = with_calls(llm, offered(request), params, only_one=only_one)
     params = with_reasoning(llm, chat, prompt.tokens, params)
-    writer = ResponsesWriter(request, items, stored, answer_id, model_name)
+    own_id = f"{answer_id}-{secrets.token_hex(8)}"  # clients may send an x-request-id twice, but continue one response
+    writer = ResponsesWriter(request, items, stored, own_id, model_name)
     return Job(
         prompts=[prompt.tokens],
         params=fitted(llm, prompt.tokens, params),

@@ -12,12 +12,12 @@ from proa.config.options import ServerOptions
 def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     """Return commands and settings to paste into common clients; the API key itself is never shown."""
     needs_key = bool(options.api_key or options.api_key_file)
-    key = "$PROA_API_KEY" if needs_key else "none"
+    key = "$API_KEY" if needs_key else "none"
     host, port = urlsplit(url).hostname, urlsplit(url).port
     where = "" if host == ServerOptions().host else f" --host {host}"  # flags of `proa launch`
     where += "" if port == ServerOptions().port else f" --port {port}"
-    where += " --api-key $PROA_API_KEY" if needs_key else ""
-    authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if needs_key else ""
+    where += " --api-key $API_KEY" if needs_key else ""
+    authorization = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
     lines = [
         f"{model_name} is ready at {url}",
@@ -36,10 +36,10 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
     if options.scheme == "http":  # `proa launch` does not look for servers with TLS
         lines += [
             "  Coding agents (docs/agents.md has others)",
-            f"    proa launch claude {model_name}{where}    (or codex, opencode)",
+            f"    proa launch claude {shlex.quote(model_name)}{where}    (or codex, opencode)",
         ]
     if needs_key:
-        lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")
+        lines.append("  (set API_KEY in your shell to the key given with --api-key)")
     if not options.is_loopback and not needs_key:
         lines.append("  Note: every host that can reach this machine can use the model; --api-key KEY prevents that.")
     return "\n".join(lines)

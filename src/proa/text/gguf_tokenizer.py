@@ -99,7 +99,12 @@ def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokeniz
         )
     vocabulary = {token: i for i, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in IGNORE_MERGES)
+    try:
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in IGNORE_MERGES)
+    except Exception as error:  # the library raises no narrower type
+        raise TokenizerError(
+            f"The GGUF file's tokenizer {_wrong_merge(vocabulary, merges) or error}.", _REMEDY
+        ) from error
     backend = tokenizers.Tokenizer(model)
     if pre in NFC:
         backend.normalizer = normalizers.NFC()
@@ -107,6 +112,17 @@ def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokeniz
     backend.decoder = decoders.ByteLevel()
     add_special(backend, ggml["tokens"], types)
     return backend
+
+
+def _wrong_merge(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> str | None:
+    """Say which merge is not two tokens that form a third one; None if there is none."""
+    for i, parts in enumerate(merges):
+        if len(parts) != 2:
+            return f"has the merge {parts[0]!r} (number {i}), which is not two tokens with a space between"
+        for token in (*parts, "".join(parts)):
+            if token not in vocabulary:
+                return f"has the merge {' '.join(parts)!r} (number {i}), but no token {token!r}"
+    return None
 
 
 def _sentencepiece(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokenizer:

@@ -29,6 +29,7 @@ def deepseek_v2(c: Reader) -> tuple[Model, NameTable]:
 
 
 def deepseek_v3(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 4096)
     c.expect("rope_interleave", True)
     c.ignore("another name of num_nextn_predict_layers", "num_mtp_layers")
     mixer, names = latent_attention(c), v3_names(c, _RULES)

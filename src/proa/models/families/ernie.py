@@ -19,6 +19,7 @@ NAMES = NameTable(
 
 
 def ernie4_5_moe(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 131072)
     c.expect("use_bias", False)
     c.expect("moe_gate", "topk", "topk_fused")  # the latter, in the 300B models, names a kernel of the same rule
     c.expect("moe_use_aux_free", True)

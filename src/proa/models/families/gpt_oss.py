@@ -26,6 +26,7 @@ _YARN = RopeScaling("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=
 
 
 def gpt_oss(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 131072)
     mixer = attention(c, theta=150000.0, sinks=True, **biases(c, default=True))
     if not (c.has("rope_parameters") or c.has("rope_scaling")):
         mixer = replace(mixer, rope=replace(mixer.rope, scaling=_YARN))

@@ -23,6 +23,7 @@ def llama(c: Reader) -> tuple[Model, NameTable]:
 
 
 def qwen2(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 32768)
     c.expect("use_mrope", False)  # multimodal rotary embedding (M-RoPE) of Qwen2-VL
     mixer = attention(c, qkv_bias=True)
     c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json has both keys
@@ -31,6 +32,7 @@ def qwen2(c: Reader) -> tuple[Model, NameTable]:
 
 
 def qwen3(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 32768)
     return _dense(c, attention(c, qk_norm="head", **biases(c)), windows=qwen_windows(c))
 
 

@@ -17,6 +17,7 @@ NAMES = replace(MIXTRAL_NAMES, rules=(*MIXTRAL_NAMES.rules, _BIAS))
 
 
 def minimax_m2(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 196608)
     layers, rotary_dim = c.size("num_hidden_layers"), c.size("rotary_dim", None)
     partial = rotary_dim / c.size("head_dim") if rotary_dim else 1.0
     mixer = attention(c, theta=5e6, partial=partial, qk_norm="full")

@@ -18,6 +18,7 @@ MIXTRAL_NAMES = NameTable(
 
 
 def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 32768)
     c.expect("use_mrope", False)  # multimodal rotary embedding (M-RoPE) of Qwen2-VL
     mixer = attention(c, qkv_bias=c.get("qkv_bias", bool, True))
     shared = Mlp(mixer.hidden, c.size("shared_expert_intermediate_size"))
@@ -25,6 +26,7 @@ def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
 
 
 def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 32768)
     for key, implemented in {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}.items():
         c.expect(key, implemented)  # keys of other families that Qwen3-Coder's config.json has
     mixer = attention(c, qk_norm="head", **biases(c))
@@ -32,6 +34,7 @@ def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
 
 
 def mixtral(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 131072)
     mixer = attention(c, theta=1e6)
     moe = routed(c, mixer.hidden, c.size("num_local_experts"), c.size("intermediate_size"), renormalise=True)
     layers = c.size("num_hidden_layers")

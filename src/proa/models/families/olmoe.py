@@ -13,6 +13,7 @@ from proa.models.spec import Model
 
 
 def olmoe(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 4096)
     c.expect("clip_qkv", None)
     mixer = attention(c, qk_norm="full", **biases(c))
     moe = routed(

@@ -25,6 +25,7 @@ NAMES = NameTable(
 
 
 def qwen3_next(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 32768)
     c.expect("use_sliding_window", False)
     c.ignore("unused without use_sliding_window", "sliding_window", "max_window_layers")
     attends = attention(c, partial=0.25, qk_norm="head", gated=True, **biases(c))

@@ -16,6 +16,7 @@ _EPSILON = 1e-20  # added to the sum of sigmoids that renormalising divides by
 
 
 def glm4_moe(c: Reader) -> tuple[Model, NameTable]:
+    c.assume("max_position_embeddings", 131072)
     normed = c.get("use_qk_norm", bool, False)
     bias = c.get("attention_bias", bool, False)
     mixer = attention(c, partial=0.5, qk_norm="head" if normed else "none", qkv_bias=bias)
