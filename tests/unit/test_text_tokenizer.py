@@ -17,6 +17,7 @@ import tokenizers
 from fakes import CHATML, make_tokenizer
 from proa.errors import RequestError, TokenizerError, WeightsError
 from proa.text.tokenizer import Tokenizer
+from proa.text.tokenizer_source import wrap_in
 from proa.types import Chat
 
 USER = Chat(messages=[{"role": "user", "content": "Hello"}])
@@ -79,6 +80,23 @@ def test_bos_and_eos_are_added_as_configured(
     tokenizer = Tokenizer.load(folder)
     plain = tokenizer.encode("Hello", add_special_tokens=False)
     assert tokenizer.encode("Hello") == [*around[0], *plain, *around[1]]
+
+
+@pytest.mark.parametrize("config", [{}, {"add_eos_token": False}])
+def test_the_bos_of_tokenizer_json_stays_unless_the_config_speaks_of_it(folder: Path, config: dict[str, Any]) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wrap_in(library, "<|endoftext|>", None)
+    library.save(str(folder / "tokenizer.json"))
+    edit(folder / "tokenizer_config.json", **config, bos_token="<|endoftext|>")
+    assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello").ids
+    edit(folder / "tokenizer_config.json", add_bos_token=False)
+    assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello", add_special_tokens=False).ids
+
+
+def test_a_bos_that_is_no_token_is_refused(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", add_bos_token=True, bos_token="<s>")
+    with pytest.raises(TokenizerError, match="add '<s>' to each text, but its vocabulary has no such token"):
+        Tokenizer.load(folder)
 
 
 def test_eos_ids_are_the_union_of_all_files(folder: Path) -> None:

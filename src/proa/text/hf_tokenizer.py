@@ -48,13 +48,12 @@ def read_folder(folder: Path) -> TokenizerSource:
     backend.no_padding()
     special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
     _add_tokens(backend, config.get("added_tokens_decoder") or {}, set(special_tokens.values()))
+    bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
     if "add_bos_token" in config or "add_eos_token" in config:
-        wrap_in(
-            backend,
-            bos=special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-            eos=special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-        )
-    eos = special_tokens.get("eos_token")
+        now = backend.encode("a").tokens  # a key that is missing changes nothing
+        adds_bos = config.get("add_bos_token", bos in now[:1])
+        adds_eos = config.get("add_eos_token", eos in now[-1:])
+        wrap_in(backend, bos=bos if adds_bos else None, eos=eos if adds_eos else None)
     return TokenizerSource(
         backend,
         _templates(folder, config.get("chat_template")),
