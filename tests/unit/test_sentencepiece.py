@@ -75,6 +75,21 @@ def test_the_space_after_special_tokens_is_legacy(tmp_path: Path) -> None:
         assert tokens[-1] == after
 
 
+def test_tokens_of_added_tokens_json_are_whole(tmp_path: Path) -> None:
+    """Older folders have them there, if tokenizer.model was not changed."""
+    (tmp_path / "tokenizer.model").write_bytes(model_proto())
+    size = len(PIECES)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|end|>": size + 1, "<pad>": size, "<s>": 1}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": ["<|end|>"]}))
+    tokenizer = Tokenizer.load(tmp_path)
+    tokens = tokenizer.encode("the<pad><|end|>")
+    assert tokens[-2:] == [size, size + 1]
+    assert tokenizer.decode(tokens) == "the<pad>"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 7}))
+    with pytest.raises(TokenizerError, match=f"'<pad>' has id {size + 7} in .*added_tokens.json, but {size}"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -36,6 +36,7 @@ def read_folder(folder: Path) -> TokenizerSource:
         config = {**_SENTENCEPIECE_DEFAULTS, **config}
         pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
         backend = build_backend(pieces)
+        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, config))
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _convert(folder)
     else:
@@ -116,9 +117,18 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+def _older_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of added_tokens.json, where older folders have them, in the form of added_tokens_decoder."""
+    files = (_read_json(folder / "special_tokens_map.json"), config)
+    listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
+    special = {token.get("content") if isinstance(token, dict) else token for token in listed}
+    added = _read_json(folder / "added_tokens.json")
+    return {str(i): {"content": text, "normalized": False, "special": text in special} for text, i in added.items()}
+
+
 def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named: set[str]) -> None:
-    """Add the tokens of tokenizer_config.json's added_tokens_decoder that tokenizer.json lacks or defines
-    differently. Raises TokenizerError if a token gets another id."""
+    """Add the tokens of tokenizer_config.json's added_tokens_decoder (or added_tokens.json) that the vocabulary lacks
+    or defines differently. Raises TokenizerError if a token gets another id."""
     present = backend.get_added_tokens_decoder()
     for token_id, entry in sorted((int(key), entry) for key, entry in wanted.items()):
         flags = {flag: entry[flag] for flag in _FLAGS if flag in entry}
@@ -128,9 +138,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named:
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != token_id:
             raise TokenizerError(
-                f"The token {token.content!r} has id {token_id} in tokenizer_config.json, "
-                f"but {backend.token_to_id(token.content)} in tokenizer.json.",
-                "The two files belong to different versions: download the model again.",
+                f"The token {token.content!r} has id {token_id} in tokenizer_config.json or added_tokens.json, "
+                f"but {backend.token_to_id(token.content)} in the vocabulary.",
+                "The files belong to different versions: download the model again.",
             )
 
 
