@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from proa.errors import TokenizerError
+from proa.text import tiktoken_model
 from proa.text.sentencepiece import build_backend, read_pieces
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.placeholder import placeholder
@@ -37,6 +38,11 @@ def read_folder(folder: Path) -> TokenizerSource:
         pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
         backend = build_backend(pieces)
         config.setdefault("added_tokens_decoder", _older_added_tokens(folder, config))
+    elif (folder / "tiktoken.model").is_file() and config.get("tokenizer_class") == tiktoken_model.CLASS:
+        ranks = tiktoken_model.read_ranks(folder / "tiktoken.model")
+        backend = tiktoken_model.build_backend(ranks)
+        named = config.get("added_tokens_decoder") or {}
+        config["added_tokens_decoder"] = tiktoken_model.special_tokens(len(ranks), named)
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _convert(folder)
     else:
