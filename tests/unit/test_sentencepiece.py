@@ -56,6 +56,18 @@ def test_models_with_single_spaces_see_no_others(
     assert Tokenizer.load(tmp_path).encode("   ") == [1]
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("model", [0, 1])
+def test_the_config_decides_on_the_space_before_a_text(tmp_path: Path, model: int, legacy: bool) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_proto(dummy_prefix=model))
+    for value, pieces in ((True, ["▁the"]), (False, ["t", "he"]), (None, ["▁the"] if model else ["t", "he"])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy, "add_prefix_space": value}))
+        tokenizer = Tokenizer.load(tmp_path)
+        tokens = tokenizer.encode("the")
+        assert [PIECES[token][0] for token in tokens] == ["<s>", *pieces]
+        assert tokenizer.decode(tokens) == "the"
+
+
 def test_spaces_form_the_user_defined_pieces_of_several() -> None:
     """No text has them as they are written, so they are merged, before all others, whatever their scores."""
     texts = ["<unk>", "▁", "a", "▁a", "▁▁", "▁▁▁"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def read_folder(folder: Path) -> TokenizerSource:
     elif (folder / "tokenizer.model").is_file():
         config = {**_SENTENCEPIECE_DEFAULTS, **config}
         pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
+        if isinstance(space_first := config.get("add_prefix_space"), bool):
+            pieces = replace(pieces, space_first=space_first)
         backend = build_backend(pieces)
         config.setdefault("added_tokens_decoder", _older_added_tokens(folder, config))
     elif (folder / "tiktoken.model").is_file() and config.get("tokenizer_class") == tiktoken_model.CLASS:
