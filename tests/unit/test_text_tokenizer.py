@@ -254,7 +254,7 @@ def test_a_byte_level_gguf_equals_its_folder(folder: Path, tmp_path: Path) -> No
         assert tokenizer.encode(text) == original.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == original.decode(original.encode(text))
     assert tokenizer.render(USER) == original.render(USER)
-    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.eos_token_ids == {0, 2}  # <|endoftext|> is one by its text
     assert tokenizer.vocab_size == original.vocab_size
 
 
@@ -310,19 +310,30 @@ def test_gguf_flags_for_bos(folder: Path, tmp_path: Path, values: dict[str, Any]
 def test_gguf_eos_ids_and_named_templates(folder: Path, tmp_path: Path) -> None:
     path = byte_level_gguf(folder, tmp_path / "m.gguf", eot_token_id=1, **{"chat_template.tool_use": "tools"})
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.eos_token_ids == {1, 2}
+    assert tokenizer.eos_token_ids == {0, 1, 2}
     assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
 
 
-def test_all_ends_of_answers_of_gpt_oss(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),  # gpt-oss
+        (["[EOS]", "<|im_end|>", "<|im_user|>", "[EOT]"], [0, 1, 3]),  # Kimi-K2
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"], [0, 1, 2]),  # Llama 3.1
+        (["<|endoftext|>", "<|end|>", "<|user|>"], [0, 1]),
+    ],
+)
+def test_all_ends_of_answers_are_known(folder: Path, tmp_path: Path, special: list[str], ends: list[int]) -> None:
+    """GGUF has one key for eos, and converters write no other."""
     content = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
-    tokens = [*vocabulary, "aa", "<|return|>", "<|call|>"]
+    made = {"<|endoftext|>", "<|im_end|>"}  # of this tokenizer
+    vocabulary = sorted(set(content["model"]["vocab"]) - made, key=content["model"]["vocab"].get)
+    tokens, first = [*vocabulary, "aa", *special], len(vocabulary) + 1
     path = write_gguf(
-        tmp_path / "m.gguf", "gpt2", tokens, pre="gpt-4o", merges=["a a"], eos_token_id=len(tokens) - 2,
-        token_type=[NORMAL] * len(vocabulary) + [NORMAL, CONTROL, CONTROL],
+        tmp_path / "m.gguf", "gpt2", tokens, pre="gpt-4o", merges=["a a"], eos_token_id=first,
+        token_type=[NORMAL] * first + [CONTROL] * len(special),
     )  # fmt: skip
-    assert Tokenizer.load(path).eos_token_ids == {len(tokens) - 2, len(tokens) - 1}
+    assert Tokenizer.load(path).eos_token_ids == {first + i for i in ends}
 
 
 def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path: Path) -> None:
