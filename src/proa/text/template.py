@@ -131,7 +131,7 @@ class ChatTemplate:
     def _takes_text_arguments(self) -> bool:
         """True if the arguments of calls must be JSON text, which the template joins to other text (DeepSeek-R1), not
         objects; found by trial renders."""
-        return self._tried(_called({})) is None and self._tried(_called("{}")) is not None
+        return self._tried(_called({"key": 1})) is None and self._tried(_called('{"key": 1}')) is not None
 
     def _tried(self, messages: list[dict[str, Any]]) -> str | None:
         """Render messages as they are; None if the template refuses them."""
