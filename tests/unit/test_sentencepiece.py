@@ -80,7 +80,7 @@ def test_spaces_form_the_user_defined_pieces_of_several() -> None:
 def test_the_space_after_special_tokens_is_legacy(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(model_proto())
     pieces = [piece for piece, _, _ in PIECES]
-    for legacy, after in ((True, "▁the"), (False, "he")):
+    for legacy, after in ((True, "▁the"), (None, "▁the"), (False, "he")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
         tokens = [pieces[t] for t in Tokenizer.load(tmp_path).encode("the</s>the")]
         assert tokens[:3] == ["<s>", "▁the", "</s>"]

@@ -81,12 +81,13 @@ def test_bos_and_eos_are_added_as_configured(
     assert tokenizer.encode("Hello") == [*around[0], *plain, *around[1]]
 
 
-@pytest.mark.parametrize("config", [{}, {"add_eos_token": False}])
+@pytest.mark.parametrize("config", [{}, {"add_eos_token": False}, {"add_bos_token": None}])
 def test_the_bos_of_tokenizer_json_stays_unless_the_config_speaks_of_it(folder: Path, config: dict[str, Any]) -> None:
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     wrap_in(library, "<|endoftext|>", None)
     library.save(str(folder / "tokenizer.json"))
-    edit(folder / "tokenizer_config.json", **config, bos_token="<|endoftext|>")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config | {"bos_token": "<|endoftext|>"}))
     assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello").ids
     edit(folder / "tokenizer_config.json", add_bos_token=False)
     assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello", add_special_tokens=False).ids

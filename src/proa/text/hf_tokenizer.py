@@ -25,6 +25,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
 # transformers' defaults for tokenizer.model, used for keys that tokenizer_config.json does not have.
 _SENTENCEPIECE_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "legacy": True}
+_SWITCHES = ("legacy", "add_bos_token", "add_eos_token")  # of tokenizer_config.json; null counts as absent
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -32,6 +33,7 @@ def read_folder(folder: Path) -> TokenizerSource:
     """Read the tokenizer (tokenizer.json, tokenizer.model, or a file that transformers converts), the chat templates
     and the special tokens of a folder. Raises TokenizerError."""
     config = _read_json(folder / "tokenizer_config.json")
+    config = {key: value for key, value in config.items() if value is not None or key not in _SWITCHES}
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
