@@ -87,6 +87,16 @@ def test_the_space_after_special_tokens_is_legacy(tmp_path: Path) -> None:
         assert tokens[-1] == after
 
 
+def test_empty_names_of_special_tokens_count_as_absent(tmp_path: Path) -> None:
+    """The first conversions of Llama 1 have them."""
+    (tmp_path / "tokenizer.model").write_bytes(model_proto())
+    about = {"bos_token": "", "eos_token": "", "unk_token": "", "tokenizer_class": "LLaMATokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [PIECES[token][0] for token in tokenizer.encode("the")] == ["<s>", "▁the"]
+    assert tokenizer.eos_token_ids == {2}
+
+
 def test_tokens_of_added_tokens_json_are_whole(tmp_path: Path) -> None:
     """Older folders have them there, if tokenizer.model was not changed."""
     (tmp_path / "tokenizer.model").write_bytes(model_proto())

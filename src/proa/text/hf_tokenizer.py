@@ -32,8 +32,8 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 def read_folder(folder: Path) -> TokenizerSource:
     """Read the tokenizer (tokenizer.json, tokenizer.model, or a file that transformers converts), the chat templates
     and the special tokens of a folder. Raises TokenizerError."""
-    config = _read_json(folder / "tokenizer_config.json")
-    config = {key: value for key, value in config.items() if value is not None or key not in _SWITCHES}
+    found = _read_json(folder / "tokenizer_config.json").items()
+    config = {key: value for key, value in found if value != "" and (value is not None or key not in _SWITCHES)}
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
