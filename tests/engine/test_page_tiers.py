@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines import load_decoder, make_engine, request
 from proa.cache.files import FileStore
 from proa.cache.ram import RamStore
 from proa.engine.executors import restore_rates
@@ -24,6 +25,7 @@ from proa.engine.executors.restore_rates import RestoreRates
 from proa.engine.executors.run_buffers import RunBuffers
 from proa.engine.scheduling.tiers import Entry, Restore, Run, StatePart, Store
 from proa.ops.caches import Caches, KvPages, LatentPages, RecurrentState
+from tiny import make_tiny
 
 ROOT, RUN_PAGES, PAGES = b"root", 4, 24
 KINDS = [("ram",), ("files",), ("ram", "files")]
@@ -214,6 +216,27 @@ def test_each_tier_has_a_rate(ram: int, files: int, tokens: int, good: bool) -> 
     rates.restore["files"].add(1e4, 1.0)
     assert rates.worthwhile({"ram": ram, "files": files}, tokens) == good
     assert rates.refused == (not good)
+
+
+class Learning:
+    """Tiers that only note what they are to learn."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        self.tokens.append(num_tokens)
+
+
+def test_decode_says_nothing_about_the_rate_of_prefill(tmp_path: Path) -> None:
+    """However many sequences decode in a step."""
+    engine, _ = make_engine(load_decoder(make_tiny("llama2", tmp_path)), prefix_cache=False)
+    engine._tiers = tiers = Learning()  # type: ignore[assignment]
+    for i in range(3):
+        engine.submit(request(f"r{i}", [5, 6, 7 + i], 4))
+    while engine.has_work:
+        engine.step()
+    assert tiers.tokens == [9, 0, 0, 0]
 
 
 def test_one_of_many_refusals_restores() -> None:

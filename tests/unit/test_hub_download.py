@@ -77,6 +77,15 @@ def test_fetches_one_format_and_nothing_twice(hub: FakeHub, tiny_moe: Path) -> N
     assert not list((folder.parent.parent.parent).glob("proa-preview-*"))
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "additional_chat_templates/tool_use.jinja"])
+def test_all_files_that_the_tokenizer_reads_are_fetched(hub: FakeHub, tiny_moe: Path, name: str) -> None:
+    hub.add(REPO, tiny_moe)
+    hub.repos[REPO][name] = hub.repos[REPO]["additional_chat_templates/notes.md"] = b"{{ messages }}"
+    folder = fetch()
+    assert (folder / name).read_bytes() == b"{{ messages }}"
+    assert not (folder / "additional_chat_templates/notes.md").exists()
+
+
 def test_a_second_download_makes_no_requests(hub: FakeHub, tiny_moe: Path) -> None:
     hub.add(REPO, tiny_moe)
     first = fetch()

@@ -283,5 +283,8 @@ def test_tools_for_a_template_that_ignores_them(name: str) -> None:
     assert "Be brief." in rendered.text
     assert f'[assistant]<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>[user]' in rendered.text
     assert rendered.text.endswith("12\n</tool_response>\n\n<tool_response>\n13\n</tool_response>")
+    later = render(template.render, Chat(messages=calling), tools)  # a request without tools keeps earlier calls
+    assert later.text == "[system]Be brief." + rendered.text[rendered.text.index("[user]") :]
+    assert (later.has_system_tools, later.is_merged) == (False, True)
     without = render(template.render, Chat(messages=calling[:2]), tools)
     assert (without.text, without.has_system_tools) == ("[system]Be brief.[user]Wetter?", False)

@@ -99,6 +99,15 @@ def test_top_k_beyond_the_head() -> None:
     assert min(got) < 3 * HEAD_TOKENS - HEAD_TOKENS // 2
 
 
+@pytest.mark.parametrize("top_k", [HEAD_TOKENS, HEAD_TOKENS + 1, 100, 399, 400])
+def test_top_p_is_a_share_of_what_top_k_keeps(top_k: int) -> None:
+    """Also beyond the head, where the first tokens alone do not show their sum."""
+    logits = torch.linspace(0, -0.01, 400)
+    want = torch.nonzero(expected(logits, 1.0, top_k, 0.1, 0.0))[:, 0].tolist()
+    assert len(want) <= HEAD_TOKENS
+    assert sorted(draws(logits, 2000, temperature=1.0, top_k=top_k, top_p=0.1)) == want
+
+
 @pytest.mark.parametrize("top_k", [0, 20, HEAD_TOKENS])
 def test_the_most_likely_of_a_large_vocabulary_are_found(top_k: int, rng: torch.Generator) -> None:
     """The tokens that may be drawn are those of torch.topk, wherever in the vocabulary they are."""

@@ -137,6 +137,20 @@ def test_openai_sends_arguments_as_json_text() -> None:
     assert isinstance(function["arguments"], str)  # the caller's messages are not modified
 
 
+@pytest.mark.parametrize("arguments", [{"ort": "Köln"}, '{"ort": "Köln"}', {}, "", None])
+def test_templates_that_join_arguments_to_text_get_json(arguments: Any) -> None:
+    """Those of DeepSeek-V3 and R1 refuse objects."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.type + ':' + c.function.name + c.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "wetter", "arguments": arguments}}
+    chat = Chat(messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
+    template = ChatTemplate({"default": source}, {})
+    assert template.render(chat) == "function:wetter" + ('{"ort": "Köln"}' if arguments else "{}")
+    assert template.renders_calls
+
+
 @pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": " "}, {"arguments": None}, {}])
 def test_a_call_without_arguments(function: dict[str, Any]) -> None:
     """Agents send what they got: an empty text for a function without parameters."""

@@ -1,12 +1,10 @@
-"""Tokenizers of checkpoints: folders, sentencepiece models, GGUF files; missing and damaged files."""
+"""Tokenizers of checkpoints: folders, GGUF files; missing and damaged files."""
 
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,13 @@ import tokenizers
 
 from fakes import CHATML, make_tokenizer
 from proa.errors import RequestError, TokenizerError, WeightsError
+from proa.text.sentencepiece import CONTROL, NORMAL
 from proa.text.tokenizer import Tokenizer
+from proa.text.tokenizer_source import wrap_in
 from proa.types import Chat
+from unit.sentencepiece_models import PIECES, SP_TEXTS, model_proto
 
 USER = Chat(messages=[{"role": "user", "content": "Hello"}])
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXTS = ("Hello world", "  two spaces", "über 12345 😀\n\nnew", "<|im_start|>user\nx<|im_end|>", "")
 
 
@@ -79,6 +79,24 @@ def test_bos_and_eos_are_added_as_configured(
     tokenizer = Tokenizer.load(folder)
     plain = tokenizer.encode("Hello", add_special_tokens=False)
     assert tokenizer.encode("Hello") == [*around[0], *plain, *around[1]]
+
+
+@pytest.mark.parametrize("config", [{}, {"add_eos_token": False}, {"add_bos_token": None}])
+def test_the_bos_of_tokenizer_json_stays_unless_the_config_speaks_of_it(folder: Path, config: dict[str, Any]) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wrap_in(library, "<|endoftext|>", None)
+    library.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config | {"bos_token": "<|endoftext|>"}))
+    assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello").ids
+    edit(folder / "tokenizer_config.json", add_bos_token=False)
+    assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello", add_special_tokens=False).ids
+
+
+def test_a_bos_that_is_no_token_is_refused(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", add_bos_token=True, bos_token="<s>")
+    with pytest.raises(TokenizerError, match="add '<s>' to each text, but its vocabulary has no such token"):
+        Tokenizer.load(folder)
 
 
 def test_eos_ids_are_the_union_of_all_files(folder: Path) -> None:
@@ -193,100 +211,6 @@ def test_a_lone_surrogate_is_an_error_of_the_request(folder: Path) -> None:
         Tokenizer.load(folder).encode("ab\ud83d")
 
 
-# ---- sentencepiece ----
-
-# Scores order the merges: "▁th" before "he", so that "▁the" is ▁th + e.
-PIECES: list[tuple[str, float, int]] = [
-    ("<unk>", 0.0, UNKNOWN),
-    ("<s>", 0.0, CONTROL),
-    ("</s>", 0.0, CONTROL),
-    *((f"<0x{b:02X}>", 0.0, BYTE) for b in range(256)),
-    ("▁t", -1.0, NORMAL),
-    ("▁th", -2.0, NORMAL),
-    ("he", -3.0, NORMAL),
-    ("▁the", -4.0, NORMAL),
-    ("▁▁", -5.0, NORMAL),
-    *((char, -100.0 - i, NORMAL) for i, char in enumerate("▁theax")),
-    ("[INST]", 0.0, USER_DEFINED),
-]
-
-
-def by_hand(text: str) -> list[str]:
-    """Encode by the definition of sentencepiece BPE: repeatedly merge the adjacent pair that gives the piece of highest
-    score, leftmost first."""
-    score = {piece: s for piece, s, kind in PIECES if kind == NORMAL}
-    symbols = list("▁" + text.replace(" ", "▁"))
-    while True:
-        pairs = [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
-        if not pairs:
-            break
-        _, i = min(pairs)
-        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
-    return [b for s in symbols for b in ([s] if s in score else [f"<0x{byte:02X}>" for byte in s.encode()])]
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value >= 0x80:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def field(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def model_proto(model_type: int = 2, charsmap: bytes = b"", dummy_prefix: int = 1) -> bytes:
-    pieces = b"".join(
-        field(1, field(1, text.encode()) + varint(2 << 3 | 5) + struct.pack("<f", score) + field(3, kind))
-        for text, score, kind in PIECES
-    )
-    normalizer = field(1, b"identity") + (field(2, charsmap) if charsmap else b"") + field(3, dummy_prefix)
-    return pieces + field(2, field(3, model_type) + field(4, len(PIECES))) + field(3, normalizer)
-
-
-SP_TEXTS = ("the the", "  the axe", "ü😀 the\n", "tttheee   t")
-
-
-@pytest.mark.parametrize("text", SP_TEXTS)
-def test_a_sentencepiece_model_encodes_by_its_scores(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(model_proto())
-    tokenizer = Tokenizer.load(tmp_path)
-    ids = {piece: i for i, (piece, _, _) in enumerate(PIECES)}
-    assert tokenizer.encode(text) == [1, *(ids[p] for p in by_hand(text))]
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.eos_token_ids == {2}
-
-
-def test_the_space_after_special_tokens_is_legacy(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(model_proto())
-    pieces = [piece for piece, _, _ in PIECES]
-    for legacy, after in ((True, "▁the"), (False, "he")):
-        edit(tmp_path / "tokenizer_config.json", legacy=legacy)
-        tokens = [pieces[t] for t in Tokenizer.load(tmp_path).encode("the</s>the")]
-        assert tokens[:3] == ["<s>", "▁the", "</s>"]
-        assert tokens[-1] == after
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (model_proto(model_type=1), "unigram model"),
-        (model_proto(charsmap=b"x"), "normalisation"),
-        (model_proto()[:1000], "cannot be read"),
-        (b"\xff" * 20, "cannot be read"),
-        (b"not protobuf at all", "cannot be read"),
-    ],
-)
-def test_other_sentencepiece_models_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(TokenizerError, match=says):
-        Tokenizer.load(tmp_path)
-
-
 # ---- GGUF ----
 
 
@@ -331,7 +255,7 @@ def test_a_byte_level_gguf_equals_its_folder(folder: Path, tmp_path: Path) -> No
         assert tokenizer.encode(text) == original.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == original.decode(original.encode(text))
     assert tokenizer.render(USER) == original.render(USER)
-    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.eos_token_ids == {0, 2}  # <|endoftext|> is one by its text
     assert tokenizer.vocab_size == original.vocab_size
 
 
@@ -387,19 +311,30 @@ def test_gguf_flags_for_bos(folder: Path, tmp_path: Path, values: dict[str, Any]
 def test_gguf_eos_ids_and_named_templates(folder: Path, tmp_path: Path) -> None:
     path = byte_level_gguf(folder, tmp_path / "m.gguf", eot_token_id=1, **{"chat_template.tool_use": "tools"})
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.eos_token_ids == {1, 2}
+    assert tokenizer.eos_token_ids == {0, 1, 2}
     assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
 
 
-def test_all_ends_of_answers_of_gpt_oss(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),  # gpt-oss
+        (["[EOS]", "<|im_end|>", "<|im_user|>", "[EOT]"], [0, 1, 3]),  # Kimi-K2
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"], [0, 1, 2]),  # Llama 3.1
+        (["<|endoftext|>", "<|end|>", "<|user|>"], [0, 1]),
+    ],
+)
+def test_all_ends_of_answers_are_known(folder: Path, tmp_path: Path, special: list[str], ends: list[int]) -> None:
+    """GGUF has one key for eos, and converters write no other."""
     content = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
-    tokens = [*vocabulary, "aa", "<|return|>", "<|call|>"]
+    made = {"<|endoftext|>", "<|im_end|>"}  # of this tokenizer
+    vocabulary = sorted(set(content["model"]["vocab"]) - made, key=content["model"]["vocab"].get)
+    tokens, first = [*vocabulary, "aa", *special], len(vocabulary) + 1
     path = write_gguf(
-        tmp_path / "m.gguf", "gpt2", tokens, pre="gpt-4o", merges=["a a"], eos_token_id=len(tokens) - 2,
-        token_type=[NORMAL] * len(vocabulary) + [NORMAL, CONTROL, CONTROL],
+        tmp_path / "m.gguf", "gpt2", tokens, pre="gpt-4o", merges=["a a"], eos_token_id=first,
+        token_type=[NORMAL] * first + [CONTROL] * len(special),
     )  # fmt: skip
-    assert Tokenizer.load(path).eos_token_ids == {len(tokens) - 2, len(tokens) - 1}
+    assert Tokenizer.load(path).eos_token_ids == {first + i for i in ends}
 
 
 def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ class Engine:
         self._ahead = self._launch_ahead(flight)
         output = self.runner.wait(flight, self._turns.meanwhile if flight.step_is_whole else None)
         if self._tiers is not None:
-            self._tiers.learn(flight.plan.num_tokens, flight.age_s())
+            prompts = (item.num_tokens for item in flight.plan.items if item.num_tokens > 1)
+            self._tiers.learn(sum(prompts), flight.age_s())
         self._gaps.note(flight.plan, beside=self._turns.busy, limit_s=self._turns.limit_s)
         events = self._progress_beside() + self._commit(flight.plan, output)
         if all(item.request.state is State.FINISHED for item in flight.plan.items):

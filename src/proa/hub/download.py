@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from proa.errors import ModelError, ModelNotFound, ResourceError
 from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cache_root
-from proa.hub.files import HEADER_FILES, SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
+from proa.hub.files import HEADER_FILES, Format, choose_format, choose_gguf, choose_weights, is_small
 from proa.hub.locate import Check
 from proa.hub.preview import preview_gguf, preview_safetensors
 from proa.hub.reference import HubReference
@@ -47,7 +47,7 @@ def download(reference: HubReference, progress: ProgressCallback | None = None, 
     """
     with closing(Hub()) as hub:
         repository = hub.repository(reference)
-        files = _choose(hub, repository, SMALL_FILES)
+        files = _choose(hub, repository, is_small)
         _check_disk(repository, [*files.small, *files.weights])
         _check_headers(hub, repository, files, check or check_loadable)
         fetch_files(hub, repository, files.weights, _counter(reference, files.weights, progress))
@@ -64,7 +64,7 @@ def check_headers(reference: HubReference, check: Check) -> None:
     """
     with closing(Hub()) as hub:
         repository = hub.repository(reference)
-        _check_headers(hub, repository, _choose(hub, repository, HEADER_FILES), check)
+        _check_headers(hub, repository, _choose(hub, repository, HEADER_FILES.__contains__), check)
 
 
 def download_config(reference: HubReference) -> Path:
@@ -74,7 +74,7 @@ def download_config(reference: HubReference) -> Path:
     """
     with closing(Hub()) as hub:
         repository = hub.repository(reference)
-        small = [f for f in repository.files if f.path in SMALL_FILES]
+        small = [f for f in repository.files if is_small(f.path)]
         if reference.file or all(f.path != "config.json" for f in small):
             raise ModelNotFound(
                 f"{reference} has no config.json, from which dummy weights are made.",
@@ -94,14 +94,13 @@ class _Files:
     weights: Sequence[HubFile]
 
 
-def _choose(hub: Hub, repository: Repository, small: Collection[str]) -> _Files:
-    """Choose the weight format and its files; `small`: names of other files to take, which a GGUF model does not
-    need."""
+def _choose(hub: Hub, repository: Repository, small: Callable[[str], bool]) -> _Files:
+    """Choose the weight format and its files; `small`: which other files to take, by name; a GGUF model needs none."""
     chosen = choose_format(repository)
     if chosen == "gguf":
         return _Files(chosen, (), choose_gguf(repository))
     weights = choose_weights(repository, chosen, lambda file: hub.read_range(repository, file, file.size_bytes))
-    return _Files(chosen, [f for f in repository.files if f.path in small], weights)
+    return _Files(chosen, [f for f in repository.files if small(f.path)], weights)
 
 
 def _check_headers(hub: Hub, repository: Repository, files: _Files, check: Check) -> None:
@@ -113,6 +112,7 @@ def _check_headers(hub: Hub, repository: Repository, files: _Files, check: Check
     with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as name:
         folder = Path(name)
         for file in files.small:
+            (folder / file.path).parent.mkdir(exist_ok=True)
             (folder / file.path).symlink_to(snapshot / file.path)
         try:
             if files.format == "gguf":

@@ -14,11 +14,11 @@ from proa.obs.units import format_bytes
 
 Format = Literal["safetensors", "bin", "gguf"]
 
-SMALL_FILES = frozenset(
+_SMALL = frozenset(
     (
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-        "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-        "chat_template.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+        "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json", "tiktoken.model",
+        "chat_template.jinja", "chat_template.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
         "hf_quant_config.json",
     )
 )  # fmt: skip
@@ -27,6 +27,12 @@ SMALL_FILES = frozenset(
 HEADER_FILES = frozenset(
     ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json", "hf_quant_config.json")
 )
+
+
+def is_small(path: str) -> bool:
+    """Whether a model needs this file beside its weights: config, tokenizer, chat templates, index."""
+    return path in _SMALL or re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", path) is not None
+
 
 # Names of weight files in a repository without an index; the negative lookahead excludes duplicates and other tensors.
 _PATTERNS: dict[Format, re.Pattern[str]] = {

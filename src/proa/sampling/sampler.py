@@ -7,7 +7,7 @@ the cumulative distribution, summed in float64, at the row's uniform random numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.nn import functional
 from proa.sampling.adjust import adjust
 from proa.sampling.rows import Row
 
-# Truncated rows consider this many most likely tokens first, and all tokens if they keep more. top_k is 20 in most
-# generation_config.json; sorting a whole vocabulary takes 50 times as long.
+# Truncated rows consider this many most likely tokens first (top_k, if it is more), and all tokens if they keep more.
+# top_k is 20 in most generation_config.json; sorting a whole vocabulary takes 50 times as long.
 HEAD_TOKENS = 64
 # Tokens whose maximum is taken first to find the most likely: topk takes 2 ns a logit, maxima 0.1 (Zen 5).
 _BLOCK_TOKENS = 64
@@ -29,14 +29,16 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     ids."""
     scores = adjust(logits, rows)
     tokens = [0] * len(rows)
-    by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
+    by_width: dict[int, list[int]] = {}  # rows by the number of tokens considered first; 0: all
     for r, row in enumerate(rows):
         if row.sampling.temperature > 0:
-            by_method.setdefault(_sample_truncated if row.is_truncated else _sample_full, []).append(r)
+            by_width.setdefault(max(HEAD_TOKENS, row.sampling.top_k) if row.is_truncated else 0, []).append(r)
         else:
             tokens[r] = int(scores[r].argmax())
-    for draw, chosen in by_method.items():
-        for r, token in zip(chosen, draw(scores[chosen], [rows[r] for r in chosen]), strict=True):
+    for width, chosen in by_width.items():
+        some, of = scores[chosen], [rows[r] for r in chosen]
+        drawn = _sample_truncated(some, of, width) if width else _sample_full(some, of)
+        for r, token in zip(chosen, drawn, strict=True):
             tokens[r] = token
     return tokens
 
@@ -58,15 +60,16 @@ def _temperature(row: Row) -> float:
     return max(row.sampling.temperature, _LEAST_TEMPERATURE)
 
 
-def _sample_truncated(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
-    """Sample from each row's `width` most likely tokens; rows that keep more tokens are sampled again from all."""
+def _sample_truncated(scores: Tensor, rows: Sequence[Row], width: int) -> list[int]:
+    """Sample from each row's `width` most likely tokens; rows that keep more tokens are sampled again from all. width:
+    at least each row's top_k, whose tokens' sum top_p is a share of."""
     width = min(width, scores.shape[-1])
     best, ids = _most_likely(scores, width)
     temperatures = torch.tensor([[_temperature(row)] for row in rows], dtype=torch.float64)
     weights = ((best - best[:, :1]).double() / temperatures).exp()
     totals = torch.zeros(len(rows), 1, dtype=torch.float64)
     for r, row in enumerate(rows):
-        if not 0 < row.sampling.top_k <= width:
+        if not 0 < row.sampling.top_k <= width:  # then top_p is a share of all tokens
             totals[r] = 1 / float(_probs(scores[r : r + 1], best[r, 0], row).amax())
     kept, reaches_on = _truncate(weights, totals, rows)
     places = torch.tensor(_invert_cdf(weights * kept, rows))
@@ -95,7 +98,7 @@ def _most_likely(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _truncate(weights: Tensor, totals: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     """Truncate by top_k, top_p and min_p. weights: float64 [R, N], descending, probabilities in units of the first;
-    totals: [R, 1], their sum over the whole vocabulary, read for rows with top_k beyond N or none.
+    totals: [R, 1], their sum over the whole vocabulary, read for rows without top_k, or with one beyond N.
 
     Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
     token is always kept.

@@ -30,7 +30,7 @@ To call a function, write the following, with its name for NAME and a JSON objec
 @dataclass(frozen=True)
 class SystemTools:
     """For a template that ignores tools. written: a call in the model's form, of NAME with ARGUMENTS. renders_calls:
-    the template renders calls and their results, if not tools."""
+    the template renders calls and their results, if not tools; else they are written as text."""
 
     written: str
     renders_calls: bool
@@ -38,8 +38,8 @@ class SystemTools:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt's text. has_system_tools: its tools stand in a system message; is_merged: messages were merged, moved or
-    divided, because the template refuses them as they are."""
+    """A prompt's text. has_system_tools: its tools stand in a system message; is_merged: messages were merged, moved,
+    divided or written as text, because the template refuses them as they are or leaves out calls."""
 
     text: str
     has_system_tools: bool = False
@@ -52,9 +52,11 @@ def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | Non
     It is rewritten if the template refuses it, or leaves out system messages. Raises the template's RequestError for
     the original messages, if it refuses the rewritten ones too.
     """
-    has_system_tools = tools is not None and bool(chat.tools)
-    if tools is not None and chat.tools:
-        chat = _with_system_tools(chat, tools)
+    has_system_tools, messages = tools is not None and bool(chat.tools), chat.messages
+    if tools is not None:
+        chat = _with_system_tools(chat, tools) if has_system_tools else chat
+        chat = chat if tools.renders_calls else _with_calls_as_text(chat, tools.written)
+    messages = chat.messages if has_system_tools else messages
     system = list(_system_texts(chat.messages))
     refusal: RequestError | None = None
     accepted: Rendered | None = None
@@ -64,7 +66,7 @@ def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | Non
         except RequestError as error:
             refusal = refusal or error
             continue
-        rendered = Rendered(text, has_system_tools, is_merged=form.messages != chat.messages)
+        rendered = Rendered(text, has_system_tools, is_merged=form.messages != messages)
         if all(one in text for one in system):
             return rendered
         accepted = accepted or rendered
@@ -87,10 +89,15 @@ def _system_texts(messages: list[Message]) -> Iterator[str]:
 def _with_system_tools(chat: Chat, tools: SystemTools) -> Chat:
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in chat.tools or [])
     text = _TOOLS.format(tools=listed, written=tools.written)
-    messages = chat.messages if tools.renders_calls else [_as_text(m, tools.written) for m in chat.messages]
-    messages = _merged([{"role": "system", "content": text}, *messages], ("system", "tool response"))
+    messages = _merged([{"role": "system", "content": text}, *chat.messages], ("system",))
+    return msgspec.structs.replace(chat, messages=messages, tools=None)
+
+
+def _with_calls_as_text(chat: Chat, written: str) -> Chat:
+    """Write calls and their results, which the template leaves out, as text."""
+    messages = _merged([_as_text(message, written) for message in chat.messages], ("tool response",))
     return msgspec.structs.replace(
-        chat, messages=[{**m, "role": "user"} if m["role"] == "tool response" else m for m in messages], tools=None
+        chat, messages=[{**m, "role": "user"} if m.get("role") == "tool response" else m for m in messages]
     )
 
 

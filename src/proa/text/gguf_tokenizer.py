@@ -21,7 +21,12 @@ from proa.weights.gguf_header import gguf_metadata
 
 _REMEDY = "Give the folder of the original tokenizer.json with --tokenizer PATH."
 _SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
-_ENDS = ("<|return|>", "<|call|>")  # both end an answer of gpt-oss, but GGUF has one key for eos
+# Tokens that end an answer, found by their text as llama.cpp does (special_eog_ids in llama-vocab.cpp): most files have
+# only the eos_token of tokenizer_config.json, which does not end Kimi-K2's turns, and is one of several of Llama 3.
+_ENDS = frozenset((
+    "<|return|>", "<|call|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<|endoftext|>", "<|end|>",
+))  # fmt: skip
 
 
 def read_gguf(path: Path) -> TokenizerSource:
@@ -51,7 +56,8 @@ def read_gguf(path: Path) -> TokenizerSource:
         bos=special_tokens.get("bos_token") if ggml.get("add_bos_token", bos_by_default) else None,
         eos=special_tokens.get("eos_token") if ggml.get("add_eos_token", False) else None,
     )
-    ends = [i for i, token in enumerate(ggml["tokens"]) if token in _ENDS]
+    known = _ENDS - {"<|end|>"} if "<|return|>" in ggml["tokens"] else _ENDS  # of gpt-oss it ends only a message
+    ends = [i for i, token in enumerate(ggml["tokens"]) if token in known]
     eos_ids = token_ids(ids.get("eos"), ids.get("eot"), ids.get("eom"), ends)
     return TokenizerSource(backend, _templates(metadata), special_tokens, eos_ids)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from proa.errors import TokenizerError
+from proa.text import tiktoken_model
 from proa.text.sentencepiece import build_backend, read_pieces
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.placeholder import placeholder
@@ -23,19 +25,29 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
 # transformers' defaults for tokenizer.model, used for keys that tokenizer_config.json does not have.
 _SENTENCEPIECE_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "legacy": True}
+_SWITCHES = ("legacy", "add_bos_token", "add_eos_token")  # of tokenizer_config.json; null counts as absent
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_folder(folder: Path) -> TokenizerSource:
     """Read the tokenizer (tokenizer.json, tokenizer.model, or a file that transformers converts), the chat templates
     and the special tokens of a folder. Raises TokenizerError."""
-    config = _read_json(folder / "tokenizer_config.json")
+    found = _read_json(folder / "tokenizer_config.json").items()
+    config = {key: value for key, value in found if value != "" and (value is not None or key not in _SWITCHES)}
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
         config = {**_SENTENCEPIECE_DEFAULTS, **config}
         pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
+        if isinstance(space_first := config.get("add_prefix_space"), bool):
+            pieces = replace(pieces, space_first=space_first)
         backend = build_backend(pieces)
+        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, config))
+    elif (folder / "tiktoken.model").is_file() and config.get("tokenizer_class") == tiktoken_model.CLASS:
+        ranks = tiktoken_model.read_ranks(folder / "tiktoken.model")
+        backend = tiktoken_model.build_backend(ranks)
+        named = config.get("added_tokens_decoder") or {}
+        config["added_tokens_decoder"] = tiktoken_model.special_tokens(len(ranks), named)
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _convert(folder)
     else:
@@ -48,13 +60,12 @@ def read_folder(folder: Path) -> TokenizerSource:
     backend.no_padding()
     special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
     _add_tokens(backend, config.get("added_tokens_decoder") or {}, set(special_tokens.values()))
+    bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
     if "add_bos_token" in config or "add_eos_token" in config:
-        wrap_in(
-            backend,
-            bos=special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-            eos=special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-        )
-    eos = special_tokens.get("eos_token")
+        now = backend.encode("a").tokens  # a key that is missing changes nothing
+        adds_bos = config.get("add_bos_token", bos in now[:1])
+        adds_eos = config.get("add_eos_token", eos in now[-1:])
+        wrap_in(backend, bos=bos if adds_bos else None, eos=eos if adds_eos else None)
     return TokenizerSource(
         backend,
         _templates(folder, config.get("chat_template")),
@@ -117,9 +128,18 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+def _older_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of added_tokens.json, where older folders have them, in the form of added_tokens_decoder."""
+    files = (_read_json(folder / "special_tokens_map.json"), config)
+    listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
+    special = {token.get("content") if isinstance(token, dict) else token for token in listed}
+    added = _read_json(folder / "added_tokens.json")
+    return {str(i): {"content": text, "normalized": False, "special": text in special} for text, i in added.items()}
+
+
 def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named: set[str]) -> None:
-    """Add the tokens of tokenizer_config.json's added_tokens_decoder that tokenizer.json lacks or defines
-    differently. Raises TokenizerError if a token gets another id."""
+    """Add the tokens of tokenizer_config.json's added_tokens_decoder (or added_tokens.json) that the vocabulary lacks
+    or defines differently. Raises TokenizerError if a token gets another id."""
     present = backend.get_added_tokens_decoder()
     for token_id, entry in sorted((int(key), entry) for key, entry in wanted.items()):
         flags = {flag: entry[flag] for flag in _FLAGS if flag in entry}
@@ -129,9 +149,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named:
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != token_id:
             raise TokenizerError(
-                f"The token {token.content!r} has id {token_id} in tokenizer_config.json, "
-                f"but {backend.token_to_id(token.content)} in tokenizer.json.",
-                "The two files belong to different versions: download the model again.",
+                f"The token {token.content!r} has id {token_id} in tokenizer_config.json or added_tokens.json, "
+                f"but {backend.token_to_id(token.content)} in the vocabulary.",
+                "The files belong to different versions: download the model again.",
             )
 
 

@@ -6,13 +6,14 @@ they are parsed here, without the packages protobuf and sentencepiece.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from proa.errors import TokenizerError
 from proa.weights.placeholder import placeholder
@@ -24,13 +25,15 @@ _BPE = 2
 @dataclass(frozen=True)
 class Pieces:
     """A sentencepiece vocabulary, indexed by token id. `space_first`: prepend a space to every text;
-    `space_after_special`: also after every special token (transformers' legacy behaviour, and llama.cpp's)."""
+    `space_after_special`: also after every special token (transformers' legacy behaviour, and llama.cpp's);
+    `single_spaces`: drop spaces at both ends of a text, and of several in a row all but one (OpenLLaMA v1)."""
 
     texts: list[str]
     scores: list[float]
     types: list[int]
     space_first: bool = True
     space_after_special: bool = True
+    single_spaces: bool = False
 
 
 def build_backend(pieces: Pieces) -> tokenizers.Tokenizer:
@@ -45,13 +48,16 @@ def build_backend(pieces: Pieces) -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    spaces = normalizers.Replace(" ", "▁")
-    if pieces.space_first and pieces.space_after_special:
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-    elif pieces.space_first:
+    only_first = pieces.space_first and not pieces.space_after_special
+    changes: list[normalizers.Normalizer] = []
+    if pieces.single_spaces:  # Metaspace adds no space if there is one
+        ends = r" +\z" if only_first else r"\A +| +\z"
+        changes += [normalizers.Replace(Regex(ends), ""), normalizers.Replace(Regex(" +"), " ")]
+    if only_first:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        backend.normalizer = spaces
+    elif pieces.space_first:
+        changes.append(normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.space_first else steps)
     add_special(backend, texts, pieces.types)
@@ -69,11 +75,12 @@ def add_special(backend: tokenizers.Tokenizer, texts: list[str], types: list[int
 
 
 def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
-    """Derive the merges: every split of a piece into two pieces, highest score first, as sentencepiece merges."""
+    """Derive the merges: every split of a piece into two pieces, highest score first, as sentencepiece merges.
+    User-defined pieces, which sentencepiece does not divide, come first: those of several U+2581 stand for spaces."""
     score = {
-        text: score
+        text: math.inf if kind == USER_DEFINED else score
         for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True)
-        if kind == NORMAL
+        if kind in (NORMAL, USER_DEFINED)
     }
     merges = [
         (-score[text], text[:i], text[i:])
@@ -100,12 +107,16 @@ def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
             f"{path} cannot be read as a sentencepiece model: {error!r}.",
             "Download it again, or give a folder with a tokenizer.json with --tokenizer PATH.",
         ) from error
-    if trainer.get(3) != _BPE or normalizer.get(2):  # 3: model type (1 unigram); 2: compiled normalisation
+    # trainer 3: model type (1 unigram), 24: words end with their space; normalizer 2: compiled normalisation, 5: spaces
+    # become U+2581
+    if trainer.get(3) != _BPE or trainer.get(24) or normalizer.get(2) or not normalizer.get(5, True):
         raise TokenizerError(
-            f"{path} is a sentencepiece unigram model, or one with text normalisation; Proa reads only plain BPE.",
+            f"{path} is a sentencepiece unigram model, or one with text normalisation or unusual spaces; Proa reads "
+            "only plain BPE.",
             "Give a folder with a tokenizer.json with --tokenizer PATH.",
         )
-    return Pieces(texts, scores, types, bool(normalizer.get(3, True)), space_after_special)
+    space_first, single_spaces = (bool(normalizer.get(number, True)) for number in (3, 4))
+    return Pieces(texts, scores, types, space_first, space_after_special, single_spaces)
 
 
 def _first(fields: list[tuple[int, int | bytes]], number: int) -> bytes:

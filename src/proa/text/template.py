@@ -69,6 +69,8 @@ class ChatTemplate:
                 "Give a template with --chat-template FILE, or use /v1/completions.",
             )
         messages = [_prepare(m, keep_parts=self._takes_parts) for m in chat.messages]
+        if any("tool_calls" in message for message in messages):
+            _convert_arguments(messages, to_text=self._takes_text_arguments)
         if not chat.continue_final_message:
             return self._run(name, messages, chat)
         if chat.add_generation_prompt:
@@ -94,10 +96,7 @@ class ChatTemplate:
     @cached_property
     def renders_calls(self) -> bool:
         """True if the calls of earlier answers are in the prompt; found by a trial render."""
-        call = {"id": "call_000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": "call_000", "name": _PROBE, "content": "done"}
-        return self._shows_probe([_ASKED, answer, result], None)
+        return self._shows_probe(_called({}), None)
 
     def _shows_probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
         try:
@@ -125,33 +124,57 @@ class ChatTemplate:
     @cached_property
     def _takes_parts(self) -> bool:
         """True if the template renders content of the form [{"type": "text", "text": ...}]; found by a trial render."""
-        probe, source = _PROBE, self._compiled.get("default") or next(iter(self._compiled.values()))
-        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        text = self._tried([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        return text is not None and _PROBE in text and "'text'" not in text and '"text"' not in text
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """True if the arguments of calls must be JSON text, which the template joins to other text (DeepSeek-R1), not
+        objects; found by trial renders."""
+        return self._tried(_called({"key": 1})) is None and self._tried(_called('{"key": 1}')) is not None
+
+    def _tried(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render messages as they are; None if the template refuses them."""
+        source = self._compiled.get("default") or next(iter(self._compiled.values()))
         try:
-            text = source.render(self._special_tokens, messages=[message], tools=None, add_generation_prompt=False)
+            return source.render(self._special_tokens, messages=messages, tools=None, add_generation_prompt=False)
         except _FAILURES:
-            return False
-        return probe in text and "'text'" not in text and '"text"' not in text
+            return None
+
+
+def _called(arguments: Any) -> list[dict[str, Any]]:
+    """Make a conversation with a call of a function named _PROBE."""
+    call = {"id": "call_000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_000", "name": _PROBE, "content": "done"}
+    return [_ASKED, answer, result]
 
 
 def _prepare(original: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
-    """Copy a message into the form that templates expect: text parts joined unless `keep_parts`, tool call arguments as
-    objects (OpenAI sends JSON text), reasoning under each of the names that templates use."""
+    """Copy a message into the form that templates expect: text parts joined unless `keep_parts`, reasoning under each
+    of the names that templates use."""
     message = copy.deepcopy(dict(original))
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)  # templates take an empty list, or null, for calls
     content = message.get("content")
     if isinstance(content, list) and not keep_parts:
         message["content"] = "\n".join(_part_text(part) for part in content)
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = function.get("arguments")
-        if arguments is None or isinstance(arguments, str):
-            function["arguments"] = _json_object_or_text(arguments or "")
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _convert_arguments(messages: Sequence[dict[str, Any]], *, to_text: bool) -> None:
+    """Convert the arguments of all calls in place, to objects (OpenAI sends JSON text) or to JSON text."""
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, str):
+            text = (arguments or "").strip()
+            function["arguments"] = (text or "{}") if to_text else _json_object_or_text(text)
+        elif to_text:
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
 
 
 def _part_text(part: Any) -> str:
@@ -168,7 +191,7 @@ def _part_text(part: Any) -> str:
 
 
 def _json_object_or_text(text: str) -> Any:
-    if not text.strip():
+    if not text:
         return {}  # agents send no text for a function without parameters; many templates iterate over its items
     try:
         value = json.loads(text)

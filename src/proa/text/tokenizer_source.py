@@ -9,6 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from proa.errors import TokenizerError
+
 
 @dataclass(frozen=True)
 class TokenizerSource:
@@ -31,7 +33,13 @@ def token_ids(*values: Any) -> frozenset[int]:
 
 
 def wrap_in(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Configure `backend` to add bos before and eos after a text that is encoded with special tokens."""
+    """Configure `backend` to add bos before and eos after a text that is encoded with special tokens. Raises
+    TokenizerError if one of them is no token."""
     pieces = [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
     specials = [(t, backend.token_to_id(t)) for t in (bos, eos) if t is not None]
+    if missing := [text for text, number in specials if number is None]:
+        raise TokenizerError(
+            f"The tokenizer is to add {missing[0]!r} to each text, but its vocabulary has no such token.",
+            "Correct bos_token, eos_token or add_bos_token, add_eos_token in tokenizer_config.json.",
+        )
     backend.post_processor = TemplateProcessing(single=pieces, pair=[*pieces, "$B:1"], special_tokens=specials)

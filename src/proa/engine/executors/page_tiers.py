@@ -121,7 +121,7 @@ class PageTiers:
         return self._rates.worthwhile(nbytes, num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step of this many tokens."""
+        """Record the duration of a step with this many tokens of prompts."""
         self._rates.learn(num_tokens, seconds)
 
     def store(self, job: Store) -> None:

@@ -33,7 +33,7 @@ class RestoreRates:
         self.refused = 0
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step of this many tokens."""
+        """Record the duration of a step with this many tokens of prompts."""
         if num_tokens >= LEAST_PREFILL_TOKENS:
             self.prefill.add(num_tokens, seconds)
 
