@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from proa.hub.files import SMALL_FILES, GgufGroup, gguf_groups, has_all_parts, named_group, shard_names
+from proa.hub.files import GgufGroup, gguf_groups, has_all_parts, is_small, named_group, shard_names
 from proa.hub.reference import HubReference
 
 
@@ -98,7 +98,7 @@ class RepoCache:
             return False
         if any(path.endswith(".safetensors") for path in listed):
             listed.discard("pytorch_model.bin.index.json")
-        return not all((self.snapshot(commit) / path).is_file() for path in listed & SMALL_FILES)
+        return not all((self.snapshot(commit) / path).is_file() for path in filter(is_small, listed))
 
 
 def cache_root() -> Path:
