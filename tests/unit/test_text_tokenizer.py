@@ -119,6 +119,17 @@ def test_tokens_that_only_tokenizer_config_has_are_added(folder: Path) -> None:
         Tokenizer.load(folder)
 
 
+def test_named_special_tokens_are_whole_though_tokenizer_json_lists_none(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
+    named = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", {"content": "no token"}]}
+    edit(folder / "tokenizer_config.json", **named, pad_token="!")
+    tokenizer = Tokenizer.load(folder)
+    tokens = tokenizer.encode("<|im_start|>a!<|im_end|>")
+    assert (tokens[0], tokens[-1], len(tokens)) == (1, 2, 4)
+    assert tokenizer.decode(tokens) == "a!"
+
+
 def test_truncation_in_tokenizer_json_is_ignored(folder: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.enable_truncation(4)

@@ -7,7 +7,7 @@ Only folders without tokenizer.json and tokenizer.model are converted by transfo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ def read_folder(folder: Path) -> TokenizerSource:
         if isinstance(space_first := config.get("add_prefix_space"), bool):
             pieces = replace(pieces, space_first=space_first)
         backend = build_backend(pieces)
-        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, config))
+        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, _additional(folder, config)))
     elif (folder / "tiktoken.model").is_file() and config.get("tokenizer_class") == tiktoken_model.CLASS:
         ranks = tiktoken_model.read_ranks(folder / "tiktoken.model")
         backend = tiktoken_model.build_backend(ranks)
-        named = config.get("added_tokens_decoder") or {}
-        config["added_tokens_decoder"] = tiktoken_model.special_tokens(len(ranks), named)
+        own = config.get("added_tokens_decoder") or {}
+        config["added_tokens_decoder"] = tiktoken_model.special_tokens(len(ranks), own)
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _convert(folder)
     else:
@@ -59,7 +59,10 @@ def read_folder(folder: Path) -> TokenizerSource:
     backend.no_truncation()
     backend.no_padding()
     special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
-    _add_tokens(backend, config.get("added_tokens_decoder") or {}, set(special_tokens.values()))
+    named = set(special_tokens.values())
+    _add_tokens(backend, config.get("added_tokens_decoder") or {}, named)
+    marked = named - {special_tokens.get("pad_token")}  # in no prompt; may be an ordinary token
+    _mark_special(backend, marked | _additional(folder, config))
     bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
     if "add_bos_token" in config or "add_eos_token" in config:
         now = backend.encode("a").tokens  # a key that is missing changes nothing
@@ -128,11 +131,15 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _older_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens of added_tokens.json, where older folders have them, in the form of added_tokens_decoder."""
+def _additional(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    """Return the texts of additional_special_tokens."""
     files = (_read_json(folder / "special_tokens_map.json"), config)
     listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
-    special = {token.get("content") if isinstance(token, dict) else token for token in listed}
+    return {token["content"] if isinstance(token, dict) else token for token in listed}
+
+
+def _older_added_tokens(folder: Path, special: Collection[str]) -> dict[str, Any]:
+    """Return the tokens of added_tokens.json, where older folders have them, in the form of added_tokens_decoder."""
     added = _read_json(folder / "added_tokens.json")
     return {str(i): {"content": text, "normalized": False, "special": text in special} for text, i in added.items()}
 
@@ -153,6 +160,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named:
                 f"but {backend.token_to_id(token.content)} in the vocabulary.",
                 "The files belong to different versions: download the model again.",
             )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, texts: Collection[str]) -> None:
+    """Have the tokens of the vocabulary with these texts, which the config names, matched as a whole and special."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    others = [text for text in sorted(texts) if text not in known and backend.token_to_id(text) is not None]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in others])
 
 
 def _templates(folder: Path, in_config: Any) -> dict[str, str]:
