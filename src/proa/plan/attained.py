@@ -33,13 +33,17 @@ ADDS = frozenset({"amx"})
 GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.4
 # The host's launches of a layer op by op: 26 ms for 24 layers, of a prompt of 512 tokens (docs/lab/prefill-h200.md).
 LAUNCH_S = 1.1e-3
+# A pass of streamed prefill before its first copy and after its last layer: dividing, the head, sampling (4 to 6 ms on
+# an H100's host, docs/lab/prefill-h200.md, 2026-11-28).
+PASS_S = 4e-3
 
 
 @dataclass(frozen=True)
 class Reached:
     """Rates per second; None: unknown, and not counted (vram: no GPU is used). pcie_beside: while the CPU reads RAM.
     overlaps, gpu_overlaps: experts on the CPU and on the GPU take the longer of reading and multiplying, else the sum.
-    launch_s: of a layer of a prompt on a GPU, by the host. packed: see `cpu_of`."""
+    launch_s: of a layer of a prompt on a GPU, by the host; pass_s: of a streamed pass, beside its layers. packed: see
+    `cpu_of`."""
 
     ram: float | None
     cpu: float | None
@@ -52,6 +56,7 @@ class Reached:
     overlaps: bool = True
     gpu_overlaps: bool = True
     launch_s: float = 0.0
+    pass_s: float = 0.0
     packed: tuple[tuple[float, float], ...] = ()
 
     def cpu_of(self, weight_bytes: float) -> float | None:
@@ -86,6 +91,7 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         overlaps=plan.isa not in ADDS,
         gpu_overlaps=False,  # 512 tokens of Qwen3-30B-A3B: 0.41 ms a layer, of which reading is 0.31, products 0.13
         launch_s=0.0 if plan.gpu is None else LAUNCH_S,
+        pass_s=PASS_S,
         packed=AMX_PACKED if plan.isa == "amx" else (),
     )
 

@@ -10,6 +10,3 @@ HOST_S = 180e-6
 GPU_LAYER_S = 27e-6
 # Push and pull of an empty job between GPU and CPU (docs/lab/hybrid-h200.md).
 CROSSING_S = 6e-6
-# A pass of streamed prefill before its first copy and after its last layer: dividing, the head, sampling (4 to 6 ms on
-# an H100's host, docs/lab/prefill-h200.md, 2026-11-28).
-PASS_S = 4e-3

@@ -22,7 +22,7 @@ from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.sizes import PROMPT_ROWS
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
-from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S, PASS_S
+from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
 from proa.plan.speeds import Speed, Speeds
@@ -197,7 +197,7 @@ def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
         else:
             computed.append((GPU, count * _seconds(layer.vram_flops(rows), rates.gpu_experts)))
     computed_s = sum(seconds for _, seconds in computed)
-    yield FIXED, PASS_S
+    yield FIXED, rates.pass_s
     yield from [(PCIE, copies_s)] if copies_s > computed_s else computed
 
 
