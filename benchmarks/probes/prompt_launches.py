@@ -24,7 +24,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from routed_prompts import loaded, shape_of, times_of
+from routed_prompts import add_model_options, loaded, shape_of, times_of
 
 from proa.bench.prompts import random_prompts
 from proa.machine.cost.probes import Probes
@@ -56,12 +56,8 @@ def setter(way: str, executor: Any, streaming: Any, pool: Any) -> Callable[[], N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--tiny", action="store_true", help="layers that plain torch computes in milliseconds")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--format", default="int4")
+    add_model_options(parser, "int4")
     parser.add_argument("--router", default="uniform")
-    parser.add_argument("--gpu", default="0")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--ways", nargs="+", default=["graphs", "op by op"])
     parser.add_argument("--rounds", type=int, default=4)

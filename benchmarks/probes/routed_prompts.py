@@ -47,6 +47,15 @@ TINY = ModelShape(
 FIRST, WARM_UP = 64, 2  # tokens of an answer whose speed is compared with that of the last ones; prompts of a block
 
 
+def add_model_options(parser: argparse.ArgumentParser, form: str) -> None:
+    """form: the default of --format."""
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--tiny", action="store_true", help="layers that plain torch computes in milliseconds")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--format", default=form)
+    parser.add_argument("--gpu", default="0")
+
+
 def shape_of(asked: argparse.Namespace) -> ModelShape:
     return getattr(asked, "tiny_shape", TINY) if asked.tiny else MODEL_SHAPES[asked.shape].cut(asked.layers)
 
@@ -169,11 +178,7 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--tiny", action="store_true", help="layers that plain torch computes in milliseconds")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--format", default="bf16")
-    parser.add_argument("--gpu", default="0")
+    add_model_options(parser, "bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 512, 2048, 4096])
     parser.add_argument("--prompts", type=int, default=3, help="timed prompts of each block")
     parser.add_argument("--resident", type=float, default=25, help="percentage of experts in VRAM, for decode")

@@ -48,11 +48,8 @@ COMMANDS = {
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-_WITH_FOLDERS = (
-    "bench",
-    "check",
-    "launch",
-)  # commands with temporary folders, which they remove on SIGTERM and SIGHUP too
+# Commands with temporary folders, which they remove on SIGTERM and SIGHUP too.
+_WITH_FOLDERS = ("bench", "check", "launch")
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ class MoeWork:
 
     @property
     def weight_bytes(self) -> float:
-        """Of each weight of an expert, with its share of the scales."""
+        """Bytes of one weight of an expert, including its share of the scales."""
         return 2 * self.expert_bytes / self.expert_flops
 
     def distinct(self, rows: int) -> float:

@@ -56,7 +56,8 @@ def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | Non
     if tools is not None:
         chat = _with_system_tools(chat, tools) if has_system_tools else chat
         chat = chat if tools.renders_calls else _with_calls_as_text(chat, tools.written)
-    messages = chat.messages if has_system_tools else messages
+    if has_system_tools:  # calls as text belong to its form of calls
+        messages = chat.messages
     system = list(_system_texts(chat.messages))
     refusal: RequestError | None = None
     accepted: Rendered | None = None

@@ -34,6 +34,8 @@ def read_folder(folder: Path) -> TokenizerSource:
     and the special tokens of a folder. Raises TokenizerError."""
     found = _read_json(folder / "tokenizer_config.json").items()
     config = {key: value for key, value in found if value != "" and (value is not None or key not in _SWITCHES)}
+    named_apart = _read_json(folder / "special_tokens_map.json")
+    additional = _additional(named_apart, config)
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
@@ -42,7 +44,7 @@ def read_folder(folder: Path) -> TokenizerSource:
         if isinstance(space_first := config.get("add_prefix_space"), bool):
             pieces = replace(pieces, space_first=space_first)
         backend = build_backend(pieces)
-        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, _additional(folder, config)))
+        config.setdefault("added_tokens_decoder", _older_added_tokens(folder, additional))
     elif (folder / "tiktoken.model").is_file() and config.get("tokenizer_class") == tiktoken_model.CLASS:
         ranks = tiktoken_model.read_ranks(folder / "tiktoken.model")
         backend = tiktoken_model.build_backend(ranks)
@@ -58,11 +60,11 @@ def read_folder(folder: Path) -> TokenizerSource:
         )
     backend.no_truncation()
     backend.no_padding()
-    special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+    special_tokens = _special_tokens({**named_apart, **config})
     named = set(special_tokens.values())
     _add_tokens(backend, config.get("added_tokens_decoder") or {}, named)
     marked = named - {special_tokens.get("pad_token")}  # in no prompt; may be an ordinary token
-    _mark_special(backend, marked | _additional(folder, config))
+    _mark_special(backend, marked | additional)
     bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
     if "add_bos_token" in config or "add_eos_token" in config:
         now = backend.encode("a").tokens  # a key that is missing changes nothing
@@ -131,9 +133,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _additional(folder: Path, config: Mapping[str, Any]) -> set[str]:
-    """Return the texts of additional_special_tokens."""
-    files = (_read_json(folder / "special_tokens_map.json"), config)
+def _additional(*files: Mapping[str, Any]) -> set[str]:
+    """Return the texts of additional_special_tokens in these files."""
     listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
     return {token["content"] if isinstance(token, dict) else token for token in listed}
 

@@ -145,8 +145,8 @@ class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
     which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does.
     prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for; block_rows: of steps in parts
-    whose blocks have graphs. cells: the chunks of steps in
-    parts, of at most `rows` rows; None: they have any size up to that."""
+    whose blocks have graphs. cells: the chunks of steps in parts, of at most `rows` rows; None: they have any size up
+    to that."""
 
     rows: int
     sequences: int

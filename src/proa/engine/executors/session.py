@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from proa.engine.executors.device_queue import Cut
 from proa.hybrid.faults import Fault
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 
@@ -60,7 +61,7 @@ class Session(Protocol):
         """Whether the step in parts has the launches of every other regular one of as many rows, so that they may be
         captured. It is so until the end of the step."""
 
-    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+    def cutting(self, cut: Cut) -> AbstractContextManager[None]:
         """Context in which launches of a regular pass are captured. What the session does on the host between two of
         them is given to `cut` instead: it must be called there at each replay."""
 
@@ -106,7 +107,7 @@ class NoSession:
     def begin_pass(self, tokens: int, chunks: int, beside: float | None = None) -> None:
         pass
 
-    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+    def cutting(self, cut: Cut) -> AbstractContextManager[None]:
         return nullcontext()
 
     def pause_pass(self) -> None:

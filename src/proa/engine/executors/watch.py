@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from proa.engine.executors.batch import Span, StepBatch
+from proa.engine.executors.device_queue import Cut
 from proa.engine.executors.parts import Parts, non_finite_rows
 from proa.engine.executors.session import Session
 from proa.errors import NumericsError
@@ -97,7 +98,7 @@ class WatchedSession:
     def pass_is_regular(self) -> bool:
         return self._session.pass_is_regular
 
-    def cutting(self, cut: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+    def cutting(self, cut: Cut) -> AbstractContextManager[None]:
         return self._session.cutting(cut)
 
     def pause_pass(self) -> None:
