@@ -64,7 +64,6 @@ def test_a_bench_that_is_ended_leaves_no_folder(number: signal.Signals, tmp_path
 
 
 @pytest.mark.alone
-@pytest.mark.alone  # both requests must decode together for some steps
 def test_deferred_experts_are_measured_beside_the_exact_path(bench: Bench) -> None:
     """The model has two layers; the first one defers one pair of each token."""
     done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=2", "--deferred-experts=1", "--json")
