@@ -40,6 +40,9 @@ def test_all_experts_in_ram_are_copied_once(bench: Bench) -> None:
         assert figures["tokens_per_s"] == pytest.approx(figures["tokens"] / figures["ttft_s"])
         assert figures["ring_bytes"] > 0
         assert 0 < figures["predicted_ttft_s"] <= figures["ttft_s"]  # a simulated GPU is far slower than its limits
+        assert 0 <= figures["gpu_idle_share"] < 1
+        assert figures["vram_peak_bytes"] is None, "simulated"
+        assert figures["vram_planned_bytes"] > figures["ring_bytes"]
         assert any(note.startswith("prefill: stream, ring of") for note in found["notes"])
 
 
@@ -74,6 +77,7 @@ def test_rates_that_nothing_measured_are_unknown(bench: Bench) -> None:
     code, out, err = bench("--tokens=40", "--resident=100", "--gpu=sim:64MiB")
     assert code == 0, err
     assert "upload unknown, in service unknown; the CPU: unknown us per expert and unknown us per token" in out
+    assert "VRAM unknown of " in out.replace("\n", " ")
 
 
 def test_long_prompts_are_streamed_with_deterministic(bench: Bench) -> None:
@@ -119,3 +123,19 @@ def test_what_cannot_be_measured_is_refused(argument: str, words: str, bench: Be
     code, _, err = bench("--tokens=40", *argument.split())
     assert code != 0
     assert words in err
+
+
+def test_experts_of_the_cpu_leave_the_idle_share_unknown(bench: Bench) -> None:
+    code, out, err = bench("--tokens=40", "--mode=cpu", "--json")
+    assert code == 0, err
+    assert json.loads(out)["figures"]["gpu_idle_share"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_vram_stays_within_the_plan_on_a_gpu(bench: Bench) -> None:
+    code, out, err = bench("--gpu=0", "--tokens=20,300", "--mode=stream", "--json")
+    assert code == 0, err
+    for figures in (json.loads(line)["figures"] for line in out.splitlines()):
+        assert 0 < figures["vram_peak_bytes"] <= figures["vram_planned_bytes"]
+        assert 0 < figures["gpu_idle_share"] < 1

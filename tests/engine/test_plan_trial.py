@@ -344,7 +344,7 @@ def test_on_a_gpu(folder: Path, cache: Path) -> None:
         assert engine.stats().cpu_experts.jobs == 0
         if name == "auto":
             assert why.endswith("kept for later starts")
-            assert f"of {ROUNDS} rounds" in why
+            assert f"of {ROUNDS}" in why  # all rounds, or what of all of them a plan would have needed
             assert {key[2] for key in engine.runner.executor._graphs} == {int(choices.read_ahead)}
         found.append((answer(engine), choices))
         assert why.startswith({"auto": "", "kept": "as tried on 20", "off": "as asked"}[name])

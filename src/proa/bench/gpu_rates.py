@@ -1,5 +1,5 @@
 """Measures a GPU's memory bandwidth, PCIe upload rate and products in a child process (gpu_ceilings.py), so that all
-its CUDA memory is freed when the process ends. Never: importing torch.
+its CUDA memory is freed when the process ends; and the VRAM that this process's engine has taken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 from proa.config.env import child_environ
 from proa.errors import ResourceError
 from proa.machine.rates import GpuRate
+from proa.plan.plan import GpuPlan
 
 _TIMEOUT_S = 180.0
 
@@ -31,3 +32,15 @@ def measure_gpu(index: int) -> GpuRate:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ResourceError(f"The memory of GPU {index} cannot be measured: {last}.", "See `proa doctor`.")
     return msgspec.json.decode(done.stdout, type=GpuRate)
+
+
+def vram_taken(gpu: GpuPlan) -> int | None:
+    """VRAM that was free when the plan was made and is not now, in bytes; None if the GPU is simulated. Once an engine
+    of this process has run, this is its peak: torch keeps what it has reserved. What other processes take counts too.
+    """
+    if gpu.index is None:
+        return None
+    import torch  # the engine has imported it
+
+    free_bytes, _ = torch.cuda.mem_get_info(gpu.index)
+    return gpu.vram.free_bytes - free_bytes

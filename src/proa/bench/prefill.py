@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from proa.bench.asked import gpu_of, need_gpu, parse_numbers
+from proa.bench.gpu_rates import vram_taken
 from proa.bench.hybrid import HybridEngineOptions
 from proa.bench.hybrid_ask import greedy
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
@@ -38,6 +39,7 @@ from proa.machine.rates import GpuRate
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.opened import open_if_here
+from proa.plan.plan import GpuPlan
 from proa.plan.predict import prefill
 from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
@@ -95,13 +97,14 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    """One prompt: its time to first token, its tokens from the prefix cache, and the counters of prefill before and
-    after it."""
+    """One prompt: its time to first token, its tokens from the prefix cache, the counters of prefill before and after
+    it, and the VRAM that the engine has taken until its end (None: simulated)."""
 
     ttft_s: float
     cached: int
     before: PrefillStats
     after: PrefillStats
+    vram_bytes: int | None
 
 
 def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
@@ -167,7 +170,7 @@ async def _measure_all(
         rows = (*prepared.plan.decisions, *ready.decisions)
         decided = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
         for tokens in lengths:
-            runs = await _measure(engine, options, shape.vocab, tokens)
+            runs = await _measure(engine, options, gpu_of(prepared.plan), shape.vocab, tokens)
             figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
             found = _cached_notes(options.cached, figures["cached_tokens"] or 0)
             report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided, *found)))
@@ -175,7 +178,9 @@ async def _measure_all(
         await engine.close()
 
 
-async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
+async def _measure(
+    engine: EngineHandle, options: PrefillOptions, gpu: GpuPlan, vocab: int, tokens: int
+) -> list[_Run]:  # fmt: skip
     """Measure prompts of this length: the cached prefix, if there is one, then new tokens that no other prompt has."""
     (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
     prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
@@ -185,7 +190,7 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
     for number, prompt in enumerate(prompts):
         before = engine.stats.prefill
         ttft_s, cached = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
-        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill))
+        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill, vram_taken(gpu)))
     return runs[2:]
 
 
@@ -223,6 +228,7 @@ def _figures(
     streamed, left = (getattr(one.after, name) - getattr(one.before, name) for name in ("streamed", "left_to_cpu"))
     pcie_s = shape.in_ram_bytes / upload if upload else None
     own_s = one.after.own_seconds - one.before.own_seconds
+    experts_s = one.after.experts_seconds - one.before.experts_seconds
     computed = tokens + options.cached - one.cached
     operations = shape.flops(computed, one.cached)
     flops = None if rates is None else rates.flops_per_s_for(operations)
@@ -251,9 +257,10 @@ def _figures(
         "streamed_bytes": float(one.after.streamed_bytes - one.before.streamed_bytes),
         "copy_s": one.after.copy_seconds - one.before.copy_seconds,
         "gpu_own_s": own_s,
-        "gpu_experts_s": one.after.experts_seconds - one.before.experts_seconds,
+        "gpu_experts_s": experts_s,
         "copy_wait_s": one.after.waited_seconds - one.before.waited_seconds,
         "cpu_wait_s": one.after.cpu_wait_seconds - one.before.cpu_wait_seconds,
+        "gpu_idle_share": _idle_share(own_s + experts_s, one),
         "decided_s": one.after.decided_seconds - one.before.decided_seconds,
         "routed": float(one.after.routed - one.before.routed),
         "prediction_error": prediction_error(one.before, one.after),
@@ -265,5 +272,13 @@ def _figures(
         "flops_per_s": flops,
         "burst_flops_per_s": None if rates is None else rates.flops_per_s,
         "ring_bytes": float(gpu.ring_bytes),
+        "vram_peak_bytes": None if runs[-1].vram_bytes is None else float(runs[-1].vram_bytes),
+        "vram_planned_bytes": float(gpu.vram.used_bytes),
         "max_batch_tokens": float(plan.max_batch_tokens),
     }
+
+
+def _idle_share(busy_s: float, run: _Run) -> float | None:
+    """The share of the time to first token in which the GPU computed nothing; None if its times were not measured: the
+    CPU computed all experts, or the GPU is simulated."""
+    return 1 - busy_s / run.ttft_s if busy_s else None
