@@ -44,6 +44,7 @@ class ResponsesRequest(GeneratingRequest):
     text: TextConfig | None = None
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: dict[str, str] = Field(default_factory=dict)  # the client's own, returned in the response
     stream_options: dict[str, Any] | None = None  # without effect: no padding is added to events
 
     @field_validator("input", mode="before")
