@@ -26,6 +26,7 @@ from proa.types import Chat
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "proa-probe"
+_CALL = "proaprobe"  # Mistral's templates take ids of nine letters and digits
 _ASKED = {"role": "user", "content": "Hello"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 # Errors of a template: raise_exception() in its own code, and Python's errors on messages of unexpected form.
@@ -144,9 +145,9 @@ class ChatTemplate:
 
 def _called(arguments: Any) -> list[dict[str, Any]]:
     """Make a conversation with a call of a function named _PROBE."""
-    call = {"id": "call_000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    call = {"id": _CALL, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": "call_000", "name": _PROBE, "content": "done"}
+    result = {"role": "tool", "tool_call_id": _CALL, "name": _PROBE, "content": "done"}
     return [_ASKED, answer, result]
 
 
