@@ -136,11 +136,19 @@ def test_tokens_that_only_tokenizer_config_has_are_added(folder: Path) -> None:
         Tokenizer.load(folder)
 
 
-def test_named_special_tokens_are_whole_though_tokenizer_json_lists_none(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"additional_special_tokens": ["<|im_start|>", {"content": "no token"}]},
+        {"extra_special_tokens": ["<|im_start|>"]},
+        {"extra_special_tokens": {"turn_token": "<|im_start|>"}},
+    ],
+    ids=["transformers 4", "transformers 5", "by name"],
+)
+def test_named_special_tokens_are_whole_though_tokenizer_json_lists_none(folder: Path, listed: dict[str, Any]) -> None:
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
-    named = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", {"content": "no token"}]}
-    edit(folder / "tokenizer_config.json", **named, pad_token="!")
+    edit(folder / "tokenizer_config.json", eos_token="<|im_end|>", pad_token="!", **listed)
     tokenizer = Tokenizer.load(folder)
     tokens = tokenizer.encode("<|im_start|>a!<|im_end|>")
     assert (tokens[0], tokens[-1], len(tokens)) == (1, 2, 4)

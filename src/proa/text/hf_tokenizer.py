@@ -140,8 +140,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _additional(*files: Mapping[str, Any]) -> set[str]:
-    """Return the texts of additional_special_tokens in these files."""
-    listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
+    """Return the texts of additional_special_tokens, or extra_special_tokens (transformers 5), in these files."""
+    values = [file.get(key) or () for file in files for key in ("additional_special_tokens", "extra_special_tokens")]
+    listed = [token for value in values for token in (value.values() if isinstance(value, dict) else value)]
     return {token["content"] if isinstance(token, dict) else token for token in listed}
 
 
