@@ -28,7 +28,12 @@ _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM = r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~\-]+"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
-_PCHAR = r"[A-Za-z0-9._~!$&'()*+,;=:@\-]|%[0-9A-Fa-f]{2}"
+_ESCAPED = "%[0-9A-Fa-f]{2}"
+_NAME = rf"(?:[A-Za-z0-9._~!$&'()*+,;=\-]|{_ESCAPED})"
+_PCHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@\-]|{_ESCAPED})"
+_AUTHORITY = rf"\/\/(?:(?:{_NAME}|:)*@)?(?:\[{_ipv6()}\]|{_NAME}*)(?::[0-9]*)?"
+_PATH = rf"(?:\/(?:{_PCHAR}(?:{_PCHAR}|\/)*)?|{_PCHAR}(?:{_PCHAR}|\/)*)?"
+_REST = rf"(?:{_PCHAR}|[\/?])*"
 
 TEXT_FORMATS = {
     "date": _DATE,
@@ -40,5 +45,5 @@ TEXT_FORMATS = {
     "ipv4": _IPV4,
     "ipv6": _ipv6(),
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
-    "uri": rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{_PCHAR}|[\/\[\]])*(?:\?(?:{_PCHAR}|[\/?])*)?(?:#(?:{_PCHAR}|[\/?])*)?",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{_AUTHORITY}(?:\/(?:{_PCHAR}|\/)*)?|{_PATH})(?:\?{_REST})?(?:#{_REST})?",
 }
