@@ -44,9 +44,9 @@ def test_random_texts_are_the_same(name: str) -> None:
     of_text = Constraint.regex(TEXT_FORMATS[name].replace(r"\/", "/"))
     for seed in range(8):
         written = random_answer(matcher(of_json), random.Random(seed))
-        assert written is None or re.fullmatch(TEXT_FORMATS[name], json.loads(text_of(written[:-1])))
+        assert written is None or re.fullmatch(TEXT_FORMATS[name], json.loads(text_of(written)))
         plain = random_answer(matcher(of_text), random.Random(seed))
-        assert plain is None or accepts(of_json, json.dumps(text_of(plain[:-1])))
+        assert plain is None or accepts(of_json, json.dumps(text_of(plain)))
 
 
 def accepts(constraint: Constraint, text: str) -> bool:
