@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+from jinja2.exceptions import SecurityError
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -115,6 +116,12 @@ class ChatTemplate:
                 tools=chat.tools or None,
                 add_generation_prompt=chat.add_generation_prompt,
             )
+        except SecurityError as error:  # for example a list that the template changes, as some of llama.cpp's do
+            raise RequestError(
+                f"The model's chat template needs what templates may not do: {str(error).rstrip('.')}.",
+                "Give another template with --chat-template FILE.",
+                param="messages",
+            ) from error
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template rejects this conversation: {str(error).rstrip('.')}.",
@@ -276,7 +283,7 @@ class _PlainNamespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"namespace names must not begin with an underscore: {name!r}")
+        raise SecurityError(f"namespace names must not begin with an underscore: {name!r}")
 
 
 def _tojson(
