@@ -285,7 +285,9 @@ def test_a_type_of_null_is_not_given() -> None:
     ("field", "value"),
     [("background", True), ("conversation", "x"), ("n", 2), ("stop", ["x"]), ("max_output_tokens", 0),
      ("max_output_tokens", 10**12),
-     ("text", {"format": {"type": "json_schema"}}), ("input", []), ("metadata", {"trace": 7})],
+     ("text", {"format": {"type": "json_schema"}}), ("input", []),
+     ("metadata", {"trace": 7}), ("metadata", {"trace": "x" * 513}), ("metadata", {"x" * 65: ""}),
+     ("metadata", {str(i): "" for i in range(17)})],
 )  # fmt: skip
 def test_refused_fields(served: Served, field: str, value: Any) -> None:
     refused = post(served, **{field: value})
