@@ -279,10 +279,8 @@ def test_ids_of_calls_that_the_template_refuses(
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     end = [{"role": "assistant", "content": "Fine."}, *system, {"role": "user", "content": "And then?"}]
     chat = Chat(messages=[{"role": "user", "content": "Wetter?"}, answer, *results, *end], tools=TOOLS)
-    with pytest.raises(RequestError):
-        template.render(chat)
     rendered = render(template.render, chat, None)
-    assert rendered == render(template.render, chat, None)
+    assert rendered == render(ChatTemplate({"default": published[name]}, SPECIAL).render, chat, None)
     assert rendered.is_merged == bool(system)
     shown = re.findall(r'"id": "(\w{9})"|\[CALL_ID\](\w{9})\[ARGS\]', rendered.text)
     first, kept, last = ("".join(pair) for pair in shown)

@@ -1,8 +1,7 @@
-"""Rewrites conversations for chat templates that ignore tools, or that refuse the order of messages or ids of calls."""
+"""Rewrites conversations for chat templates that ignore tools, or that refuse the order of the messages."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,8 +67,7 @@ def render(template: Callable[[Chat], str], chat: Chat, tools: SystemTools | Non
         except RequestError as error:
             refusal = refusal or error
             continue
-        is_merged = form.messages != messages and form.messages != _with_short_ids(messages)
-        rendered = Rendered(text, has_system_tools, is_merged)
+        rendered = Rendered(text, has_system_tools, is_merged=form.messages != messages)
         if all(one in text for one in system):
             return rendered
         accepted = accepted or rendered
@@ -132,28 +130,6 @@ def _rewritten(chat: Chat) -> Iterator[Chat]:
                 other = msgspec.structs.replace(chat, messages=messages, tools=tools)
                 if other != chat:
                     yield other
-                if (short := _with_short_ids(messages)) != messages:
-                    yield msgspec.structs.replace(other, messages=short)
-
-
-def _with_short_ids(messages: list[Message]) -> list[Message]:
-    """Replace the ids of calls that are not nine letters and digits by such hashes: Mistral's templates take no others,
-    and a conversation may have calls of another model."""
-    made = []
-    for message in messages:
-        if isinstance(call_id := message.get("tool_call_id"), str):
-            message = {**message, "tool_call_id": _short_id(call_id)}
-        if calls := message.get("tool_calls"):
-            short = [{**call, "id": _short_id(i)} if isinstance(i := call.get("id"), str) else call for call in calls]
-            message = {**message, "tool_calls": short}
-        made.append(message)
-    return made
-
-
-def _short_id(call_id: str) -> str:
-    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]  # the same in each request, as cached prefixes need it
 
 
 def _described(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -7,6 +7,7 @@ tests/unit/test_template.py compares the results.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -27,7 +28,6 @@ from proa.types import Chat
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "proa-probe"
-_CALL = "proaprobe"  # Mistral's templates take ids of nine letters and digits
 _ASKED = {"role": "user", "content": "Hello"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 # Errors of a template: raise_exception() in its own code, and Python's errors on messages of unexpected form.
@@ -73,6 +73,8 @@ class ChatTemplate:
         messages = [_prepare(m, keep_parts=self._takes_parts) for m in chat.messages]
         if any("tool_calls" in message for message in messages):
             _convert_arguments(messages, to_text=self._takes_text_arguments)
+            if self._takes_short_ids:
+                _shorten_ids(messages)
         if not chat.continue_final_message:
             return self._run(name, messages, chat)
         if chat.add_generation_prompt:
@@ -141,6 +143,11 @@ class ChatTemplate:
         objects; found by trial renders."""
         return self._tried(_called({"key": 1})) is None and self._tried(_called('{"key": 1}')) is not None
 
+    @cached_property
+    def _takes_short_ids(self) -> bool:
+        """True if ids of calls must be nine letters and digits (Mistral); found by trial renders."""
+        return self._tried(_called({}, "call_proaprobe")) is None and self._tried(_called({})) is not None
+
     def _tried(self, messages: list[dict[str, Any]]) -> str | None:
         """Render messages as they are; None if the template refuses them."""
         source = self._compiled.get("default") or next(iter(self._compiled.values()))
@@ -150,11 +157,11 @@ class ChatTemplate:
             return None
 
 
-def _called(arguments: Any) -> list[dict[str, Any]]:
+def _called(arguments: Any, call_id: str = "proaprobe") -> list[dict[str, Any]]:
     """Make a conversation with a call of a function named _PROBE."""
-    call = {"id": _CALL, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": _CALL, "name": _PROBE, "content": "done"}
+    result = {"role": "tool", "tool_call_id": call_id, "name": _PROBE, "content": "done"}
     return [_ASKED, answer, result]
 
 
@@ -183,6 +190,20 @@ def _convert_arguments(messages: Sequence[dict[str, Any]], *, to_text: bool) -> 
             function["arguments"] = (text or "{}") if to_text else _json_object_or_text(text)
         elif to_text:
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+
+
+def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Replace ids of calls that are not nine letters and digits, as of another model's calls, in place."""
+    for message in messages:
+        for holder, key in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", ()))):
+            if isinstance(holder, dict) and isinstance(call_id := holder.get(key), str):
+                holder[key] = _short_id(call_id)
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]  # the same in each request, as cached prefixes need it
 
 
 def _part_text(part: Any) -> str:
