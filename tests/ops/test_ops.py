@@ -346,6 +346,27 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ops", natives())
+@pytest.mark.parametrize(("new", "total"), [(1, 7), (1, 3000), (40, 90)], ids=["decode", "long", "prompt"])
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_key_that_is_not_finite_shows(ops: Run, new: int, total: int, lost: float, rng: torch.Generator) -> None:
+    """Each row that sees the key is NaN, so that its request ends with an error; other sequences are as without it."""
+    page_tokens, dim, dtype = 4, 16, torch.bfloat16
+    pages = -(-total // page_tokens)
+    batch = batch_of([1, new], [5, total], [[0, 1], list(range(2, pages + 2))], page_tokens)
+    shape = (pages + 2, page_tokens, 2, dim)
+    cache = KvPages(rand(rng, *shape, dtype=dtype), rand(rng, *shape, dtype=dtype))
+    q = rand(rng, 1 + new, 4, dim, dtype=dtype)
+    q[1:, :, 3] = 1.0
+    before = ops.attention(q, cache, batch, 0.25, None, None).clone()
+    place = total - new + new // 2  # of the key, for one of the two heads
+    cache.keys[2 + place // page_tokens, place % page_tokens, 1, 3] = lost
+    got = ops.attention(q, cache, batch, 0.25, None, None)
+    assert got[1 + new // 2 :, 2:].isnan().all()
+    assert torch.equal(got[:, :2], before[:, :2])
+    assert torch.equal(got[:1], before[:1])
+
+
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [None, 4])

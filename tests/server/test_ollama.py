@@ -105,6 +105,7 @@ def test_descriptions(served: Served) -> None:
 
 WRONG = {
     "image": ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "Images"),
+    "image of a prompt": ("/api/generate", {"prompt": "x", "images": ["x"]}, "Images are not supported"),
     "format": ("/api/chat", {"messages": USER, "format": 5}, "format"),
     "mirostat": ("/api/chat", {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
     "too many tokens": ("/api/chat", {"messages": USER, "options": {"num_predict": 10**12}}, "options.num_predict"),

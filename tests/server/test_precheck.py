@@ -126,11 +126,11 @@ def test_a_process_that_parsed_a_very_large_body_is_not_kept(
     ],
 )
 def test_what_is_left_of_a_body(source: TextSource, schema: str, fields: dict[str, Any]) -> None:
-    body = json.dumps({**fields, "wibble": "x" * 1000, "metadata": "y" * 1000}).encode()
+    body = json.dumps({**fields, "wibble": "x" * 1000, "client_metadata": "y" * 1000}).encode()
     outcome = checked(AsyncLLM.without_engine(source), Check(schema, False, len(body)), body)
     assert isinstance(outcome, Right)
     left = json.loads(outcome.body)
-    assert {name: left.pop(name) for name in ("wibble", "metadata")} == {"wibble": None, "metadata": True}
+    assert {name: left.pop(name) for name in ("wibble", "client_metadata")} == {"wibble": None, "client_metadata": True}
     assert {name: left[name] for name in fields if name != "input"} == {n: v for n, v in fields.items() if n != "input"}
 
 

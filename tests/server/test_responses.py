@@ -45,6 +45,7 @@ ASKED: dict[str, Any] = {
     "stream": True,
     "include": ["reasoning.encrypted_content"],
     "prompt_cache_key": "x",
+    "metadata": {"trace": "7"},
     "client_metadata": {"x": "y"},
     "text": {"verbosity": "low"},
 }
@@ -113,6 +114,7 @@ def test_events_of_a_stream(served: Served) -> None:
         (end,) = [event for event in events if event["type"] == f"response.{kind}.done"]
         assert joined == end.get("text", end.get("arguments", end.get("input")))
         assert end["item_id"] == done[end["output_index"]]["id"]
+    assert whole["metadata"] == events[0]["response"]["metadata"] == {"trace": "7"}
     usage = whole["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == 3
     assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
@@ -283,7 +285,9 @@ def test_a_type_of_null_is_not_given() -> None:
     ("field", "value"),
     [("background", True), ("conversation", "x"), ("n", 2), ("stop", ["x"]), ("max_output_tokens", 0),
      ("max_output_tokens", 10**12),
-     ("text", {"format": {"type": "json_schema"}}), ("input", [])],
+     ("text", {"format": {"type": "json_schema"}}), ("input", []),
+     ("metadata", {"trace": 7}), ("metadata", {"trace": "x" * 513}), ("metadata", {"x" * 65: ""}),
+     ("metadata", {str(i): "" for i in range(17)})],
 )  # fmt: skip
 def test_refused_fields(served: Served, field: str, value: Any) -> None:
     refused = post(served, **{field: value})

@@ -194,6 +194,7 @@ def test_texts_that_a_schema_lists(calls: CallFormat, name: str) -> None:
         assert json.loads(arguments) == {"colour": value}
 
 
+UUID = "123e4567-e89b-12d3-a456-426614174000"
 SHORT = {"type": "string", "minLength": 2, "maxLength": 4}
 LIMITED_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "length": (SHORT, ["ab", "köln", "a\nb", "</p>"], ["", "a", "abcde"]),
@@ -207,6 +208,9 @@ LIMITED_TEXTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         ["xa", "bx", "xc"],
     ),
     "both": ({"type": "string", "pattern": "^[ab]", "maxLength": 2}, ["b", "ax"], ["x", "abc"]),
+    "format": ({"type": "string", "format": "uuid"}, [UUID], [UUID[1:], "", f"{UUID} "]),
+    "format and length": ({"type": "string", "format": "hostname", "maxLength": 3}, ["a.b"], ["a.bc", "a_b"]),
+    "other format": ({"type": "string", "format": "colour"}, ["red", ""], []),
     "or null": ({"anyOf": [SHORT, {"type": "null"}]}, ["ab", None], ["a", "abcde"]),
     "types": ({**SHORT, "type": ["string", "null"]}, ["ab", None], ["a", "abcde"]),
     "or one text": ({"anyOf": [SHORT, {"const": "longer"}]}, ["ab", "longer"], ["longe", "a"]),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub._tree_cache import read_tree_cache
 
 import programs
 from fake_hub import COMMIT, FakeHub, serve_hub
@@ -265,6 +266,27 @@ class TestGguf:
     def test_only_one_needs_no_choice(self, hub: FakeHub, repo: Path) -> None:
         del hub.repos[REPO]["sub/tiny-F16.gguf"]
         assert fetch().name == "tiny-Q8_0.gguf"
+
+    def test_the_only_one_is_found_in_the_cache_without_asking_the_hub(self, hub: FakeHub, repo: Path) -> None:
+        del hub.repos[REPO]["sub/tiny-F16.gguf"]
+        found = fetch()
+        hub.requests.clear()
+        assert locate(REPO) == locate(f"{REPO}@{COMMIT}") == found
+        assert hub.requests == []
+        assert [str(r) for r in cached_references()] == [f"{REPO}:Q8_0"]
+        listed = read_tree_cache(str(found.parents[2]), COMMIT)
+        assert listed is not None
+        assert listed["tiny-Q8_0.gguf"].size == found.stat().st_size
+        found.unlink()
+        assert locate(REPO) == found
+        assert hub.requests != []
+
+    def test_safetensors_come_before_the_only_one_that_is_cached(self, hub: FakeHub, repo: Path) -> None:
+        del hub.repos[REPO]["sub/tiny-F16.gguf"]
+        hub.repos[REPO]["model.safetensors"] = b"weights"
+        fetch(f"{REPO}:Q8_0")
+        with pytest.raises(ModelNotFound, match=r"has weights but no config\.json"):
+            locate(REPO)
 
     def test_the_only_one_that_is_cached_needs_no_choice_offline(
         self, hub: FakeHub, repo: Path, monkeypatch: pytest.MonkeyPatch

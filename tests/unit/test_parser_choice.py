@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -261,6 +262,33 @@ def test_calls_in_a_form_that_the_template_refuses(name: str, published: dict[st
         assert "analysis<|message|>I must ask.\n\nOne moment.<|end|>" in rendered.text
     else:
         assert rendered.text.count('{"name": "wetter"') == 2
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["plain", "late system"])
+@pytest.mark.parametrize("name", ["mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"])
+def test_ids_of_calls_that_the_template_refuses(
+    name: str, system: list[dict[str, Any]], published: dict[str, str]
+) -> None:
+    """Mistral's templates take ids of nine letters and digits; the ids of another model's calls are longer."""
+    template = ChatTemplate({"default": published[name]}, SPECIAL)
+    ids = ["call_x1y2z3", "a1B2c3D4e", "call_x1y2z4"]
+    calls = [called(number, id=call_id) for number, call_id in enumerate(ids)]
+    results = [
+        {"role": "tool", "tool_call_id": call_id, "content": f"result {number}"} for number, call_id in enumerate(ids)
+    ]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    end = [{"role": "assistant", "content": "Fine."}, *system, {"role": "user", "content": "And then?"}]
+    chat = Chat(messages=[{"role": "user", "content": "Wetter?"}, answer, *results, *end], tools=TOOLS)
+    rendered = render(template.render, chat, None)
+    assert rendered == render(ChatTemplate({"default": published[name]}, SPECIAL).render, chat, None)
+    assert rendered.is_merged == bool(system)
+    shown = re.findall(r'"id": "(\w{9})"|\[CALL_ID\](\w{9})\[ARGS\]', rendered.text)
+    first, kept, last = ("".join(pair) for pair in shown)
+    assert kept == ids[1]
+    assert first != last
+    assert chat.messages[1]["tool_calls"][0]["id"] == ids[0]
+    assert [rendered.text.count(short) for short in (first, kept, last)] == [2, 2, 2]
+    assert all(f"result {number}" in rendered.text for number in range(3))
 
 
 @pytest.mark.parametrize("name", ["wetter", "ARGUMENTS_of_NAME"])

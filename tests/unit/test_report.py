@@ -107,7 +107,7 @@ def test_several_ranks_have_a_line_each() -> None:
     slow = msgspec.structs.replace(vram, bandwidth_bytes_per_s=5e11)
     plan = msgspec.structs.replace(
         HYBRID, mesh=Mesh(((2,), (1, 1))),
-        gpus=tuple(msgspec.structs.replace(first, rank=r, host=r // 2, index=r) for r in range(3)),
+        gpus=tuple(msgspec.structs.replace(first, rank=r, index=r) for r in range(3)),
         roof=msgspec.structs.replace(HYBRID.roof, vram=((vram,), (vram, slow))),
     )  # fmt: skip
     shown = text_of(render_plan(Report("1.2", plan, SPARSE)), width=200)

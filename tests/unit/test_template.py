@@ -206,9 +206,9 @@ def test_an_image_is_refused() -> None:
         ("{{ raise_exception('Roles must alternate user/assistant.') }}", "Roles must alternate user/assistant. "),
         ("{{ messages[0]['content'] + 1 }}", "rejects this conversation"),
         ("{{ messages[9].content.x }}", "rejects this conversation"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe|refuses"),
-        ("{% set ns = namespace(_x=1) %}", "underscore"),
-        ("{{ messages.append(1) }}", "rejects this conversation"),
+        ("{{ ''.__class__.__mro__ }}", r"unsafe.*--chat-template"),
+        ("{% set ns = namespace(_x=1) %}", r"underscore.*--chat-template"),
+        ("{% set ids = [] %}{% set _ = ids.append(1) %}", r"'append'.*unsafe.*--chat-template"),
         ("{{ 1 / 0 }}", "rejects this conversation"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
+from transformers import TokenizersBackend
 
 from fakes import CHATML, make_tokenizer
 from proa.errors import RequestError, TokenizerError, WeightsError
@@ -75,7 +76,7 @@ def test_a_chat_is_rendered_and_gets_no_special_tokens_twice(folder: Path) -> No
 def test_bos_and_eos_are_added_as_configured(
     folder: Path, config: dict[str, Any], around: tuple[list[int], list[int]]
 ) -> None:
-    edit(folder / "tokenizer_config.json", **config)
+    edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast", **config)
     tokenizer = Tokenizer.load(folder)
     plain = tokenizer.encode("Hello", add_special_tokens=False)
     assert tokenizer.encode("Hello") == [*around[0], *plain, *around[1]]
@@ -87,14 +88,30 @@ def test_the_bos_of_tokenizer_json_stays_unless_the_config_speaks_of_it(folder: 
     wrap_in(library, "<|endoftext|>", None)
     library.save(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config | {"bos_token": "<|endoftext|>"}))
+    about = {"bos_token": "<|endoftext|>", "tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | config | about))
     assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello").ids
     edit(folder / "tokenizer_config.json", add_bos_token=False)
     assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello", add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize("adds", [{"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("bos", [None, "<|endoftext|>"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", None])
+def test_classes_without_switches_add_what_tokenizer_json_adds(
+    folder: Path, name: str | None, bos: str | None, adds: dict[str, Any]
+) -> None:
+    """These classes of transformers, 4 and 5, do not read add_bos_token."""
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wrap_in(library, bos, None)
+    library.save(str(folder / "tokenizer.json"))
+    edit(folder / "tokenizer_config.json", tokenizer_class=name, bos_token="<|endoftext|>", **adds)
+    assert Tokenizer.load(folder).encode("Hello") == library.encode("Hello").ids
+    assert TokenizersBackend.from_pretrained(folder).encode("Hello") == library.encode("Hello").ids
+
+
 def test_a_bos_that_is_no_token_is_refused(folder: Path) -> None:
-    edit(folder / "tokenizer_config.json", add_bos_token=True, bos_token="<s>")
+    edit(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", add_bos_token=True, bos_token="<s>")
     with pytest.raises(TokenizerError, match="add '<s>' to each text, but its vocabulary has no such token"):
         Tokenizer.load(folder)
 
@@ -119,11 +136,19 @@ def test_tokens_that_only_tokenizer_config_has_are_added(folder: Path) -> None:
         Tokenizer.load(folder)
 
 
-def test_named_special_tokens_are_whole_though_tokenizer_json_lists_none(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"additional_special_tokens": ["<|im_start|>", {"content": "no token"}]},
+        {"extra_special_tokens": ["<|im_start|>"]},
+        {"extra_special_tokens": {"turn_token": "<|im_start|>"}},
+    ],
+    ids=["transformers 4", "transformers 5", "by name"],
+)
+def test_named_special_tokens_are_whole_though_tokenizer_json_lists_none(folder: Path, listed: dict[str, Any]) -> None:
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
-    named = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", {"content": "no token"}]}
-    edit(folder / "tokenizer_config.json", **named, pad_token="!")
+    edit(folder / "tokenizer_config.json", eos_token="<|im_end|>", pad_token="!", **listed)
     tokenizer = Tokenizer.load(folder)
     tokens = tokenizer.encode("<|im_start|>a!<|im_end|>")
     assert (tokens[0], tokens[-1], len(tokens)) == (1, 2, 4)

@@ -195,7 +195,7 @@ void merge_states(const float* parts, size_t stride, int count, int value_dim, f
     for (int at = 16; at < floats; at += 16) store(state + at, zero());
     for (int i = 0; i < count; ++i) {
         const float* part = parts + i * stride;
-        if (!(part[1] > 0)) continue;  // the part had no visible key
+        if (part[1] == 0) continue;  // the part had no visible key
         float factor[16];
         store(factor, exp(set(part[0] - maximum)));
         state[1] += factor[0] * part[1];

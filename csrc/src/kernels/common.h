@@ -40,7 +40,7 @@ inline uint16_t to_bf16(float x) {
 
 // e^x within 2 units of the last place; 0 below -87.3 and at most e^88.3 (x = n ln 2 + r, a polynomial in r).
 inline F32 exp(F32 x) {
-    const F32 held = max(min(x, set(88.3f)), set(-87.3f));
+    const F32 held = max(set(-87.3f), min(set(88.3f), x));  // in this order NaN stays NaN
     const F32 n = round_even(mul(held, set(1.44269504f)));
     F32 r = fma(n, set(-0.693359375f), held);
     r = fma(n, set(2.12194440e-4f), r);

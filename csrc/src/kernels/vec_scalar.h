@@ -135,7 +135,7 @@ inline F32 to_f32(U32 x) {  // signed
 }
 inline U32 to_i32(F32 x) {
     const F32 whole = round_even(x);
-    return lanes<U32>([&](int i) { return uint32_t(int32_t(whole.v[i])); });
+    return lanes<U32>([&](int i) { return whole.v[i] == whole.v[i] ? uint32_t(int32_t(whole.v[i])) : 0x80000000u; });
 }
 inline float f16_value(uint32_t h) {
     const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ffu;

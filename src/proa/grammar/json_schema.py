@@ -12,13 +12,12 @@ from typing import Any
 from urllib.parse import quote
 
 from proa.errors import RequestError
+from proa.grammar.text_formats import TEXT_FORMATS
 from proa.types import Constraint
 
 # Without a bound, small models write line breaks until max_tokens.
 WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
-_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
+_FORMATS = frozenset((*TEXT_FORMATS, "unknown"))
 # Keywords whose values are schemas: one, a list, or one for each name.
 _ONE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
         "propertyNames", "not", "if", "then", "else")  # fmt: skip

@@ -204,7 +204,7 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
             "Do not use this repository.",
         )
     sha256 = entry["lfs"]["oid"].removeprefix("sha256:") if entry.get("lfs") else None
-    return HubFile(str(path), int(entry["size"]), str(entry["oid"]), sha256)
+    return HubFile(str(path), int(entry["size"]), str(entry["oid"]), sha256, entry.get("xetHash"))
 
 
 def _retry_after_s(response: httpx.Response) -> float:

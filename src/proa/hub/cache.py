@@ -3,7 +3,7 @@
 models--org--name/blobs/<etag>                   file content; <etag>.incomplete during the download
 models--org--name/snapshots/<commit>/<path>      symbolic link to a blob, made when the blob is complete
 models--org--name/refs/<revision>                a commit
-models--org--name/trees/<commit>.json            the commit's files, if another program has written the list
+models--org--name/trees/<commit>.json            the commit's files: if it is a GGUF model, or another program wrote it
 .locks/models--org--name/<etag>.lock             held during the download
 """
 
@@ -14,11 +14,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 
-from proa.hub.files import GgufGroup, gguf_groups, has_all_parts, is_small, named_group, shard_names
+from proa.hub.files import GgufGroup, gguf_groups, has_all_parts, is_small, named_group, shard_names, sole_gguf
 from proa.hub.reference import HubReference
+from proa.hub.repository import HubFile, Repository
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,20 @@ class RepoCache:
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(commit)
 
+    def set_files(self, repository: Repository) -> None:
+        """Keep the list of a commit's files, which shows whether its GGUF model is the only one."""
+        path = self._tree(repository.commit)
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files = {file.path: _tree_entry(file) for file in repository.files}
+        part = path.with_suffix(f".{os.getpid()}.tmp")
+        part.write_text(json.dumps({"format_version": 1, "files": files}, indent=1))
+        part.replace(path)
+
+    def _tree(self, commit: str) -> Path:
+        return self.folder / "trees" / f"{commit}.json"
+
     def link(self, commit: str, path: str, etag: str) -> None:
         """Link a complete blob into the snapshot under its file name."""
         link = self.snapshot(commit) / path
@@ -77,6 +93,8 @@ class RepoCache:
             return None
         if reference.file:
             return _complete_gguf(snapshot, reference.file)
+        if not config_only and (group := sole_gguf(self._listed(commit))):
+            return snapshot / group.first if all((snapshot / path).is_file() for path in group.paths) else None
         complete = (snapshot / "config.json").is_file() if config_only else _complete_folder(snapshot)
         return snapshot if complete and not self._lacks_small_files(commit) else None
 
@@ -92,13 +110,17 @@ class RepoCache:
     def _lacks_small_files(self, commit: str) -> bool:
         """True if the list of the commit's files has a config or tokenizer file that the snapshot has not: other
         programs download all files at once, and weights may be complete before them."""
-        try:
-            listed = set(json.loads((self.folder / "trees" / f"{commit}.json").read_bytes())["files"])
-        except (OSError, ValueError, KeyError, TypeError):  # no list, or one in another form
-            return False
+        listed = self._listed(commit)
         if any(path.endswith(".safetensors") for path in listed):
             listed.discard("pytorch_model.bin.index.json")
         return not all((self.snapshot(commit) / path).is_file() for path in filter(is_small, listed))
+
+    def _listed(self, commit: str) -> set[str]:
+        """Return the paths of the commit's files; empty if there is no list, or one in another form."""
+        try:
+            return set(json.loads(self._tree(commit).read_bytes())["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return set()
 
 
 def cache_root() -> Path:
@@ -111,12 +133,18 @@ def cached_references() -> Iterator[HubReference]:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         for ref in sorted(p for p in (folder / "refs").glob("**/*") if p.is_file()):
             reference = HubReference(repo, ref.relative_to(folder / "refs").as_posix())
-            if RepoCache(repo).find(reference):
+            if (found := RepoCache(repo).find(reference)) and found.is_dir():  # GGUF models are named with their file
                 yield reference
             snapshot = folder / "snapshots" / ref.read_text().strip()
             for group in _groups(snapshot):
                 if group.is_complete:
                     yield HubReference(repo, reference.revision, group.label or group.first)
+
+
+def _tree_entry(file: HubFile) -> dict[str, Any]:
+    large = {} if file.sha256 is None else {"lfs_sha256": file.sha256, "lfs_size": file.size_bytes}
+    xet = {} if file.xet_hash is None else {"xet_hash": file.xet_hash}
+    return {"size": file.size_bytes, "blob_id": file.blob_id, **large, **xet}
 
 
 def stored_bytes(path: Path) -> int:

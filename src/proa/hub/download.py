@@ -52,6 +52,8 @@ def download(reference: HubReference, progress: ProgressCallback | None = None, 
         _check_headers(hub, repository, files, check or check_loadable)
         fetch_files(hub, repository, files.weights, _counter(reference, files.weights, progress))
         cache = RepoCache(reference.repo)
+        if files.format == "gguf":
+            cache.set_files(repository)
         cache.set_ref(reference, repository.commit)
     snapshot = cache.snapshot(repository.commit)
     return snapshot / files.weights[0].path if files.format == "gguf" else snapshot

@@ -91,6 +91,14 @@ def named_group(groups: list[GgufGroup], wanted: str) -> GgufGroup | None:
     return found[0] if len(found) == 1 else None
 
 
+def sole_gguf(paths: Collection[str]) -> GgufGroup | None:
+    """Return a repository's only model, if it is GGUF and complete; None if another one is first or must be chosen."""
+    if any(pattern.fullmatch(path) for pattern in _PATTERNS.values() for path in paths):
+        return None
+    groups = gguf_groups(paths)
+    return groups[0] if len(groups) == 1 and groups[0].is_complete else None
+
+
 def choose_format(repository: Repository) -> Format:
     """Choose safetensors before PyTorch's .bin before GGUF; always GGUF if the reference names a file. Raises
     ModelNotFound."""

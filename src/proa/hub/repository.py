@@ -9,12 +9,14 @@ from proa.hub.reference import HubReference
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. sha256: only of large (LFS) files; other files have only git's blob id."""
+    """A file of a repository. sha256: only of large (LFS) files; other files have only git's blob id. xet_hash: the key
+    of a file in the hub's Xet store, for other programs."""
 
     path: str
     size_bytes: int
     blob_id: str
     sha256: str | None
+    xet_hash: str | None = None
 
     @property
     def etag(self) -> str:

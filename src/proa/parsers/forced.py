@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from proa.errors import RequestError
 from proa.grammar.json_schema import for_llguidance, reference
+from proa.grammar.text_formats import TEXT_FORMATS
 from proa.parsers.calls import Schema
 from proa.parsers.formats import CallFormat
 from proa.parsers.typed import is_text
@@ -160,7 +161,8 @@ def _forms(schema: Schema, root: Schema, path: str) -> Iterator[_Form]:
 
 
 def _limits(schema: Schema, path: str) -> str:
-    """Write the terminal of a string's length and pattern; empty if the schema limits neither. Raises RequestError."""
+    """Write the terminal of a string's length, pattern and format; empty if the schema limits none. Raises
+    RequestError."""
     least, most, pattern = (schema.get(word) for word in ("minLength", "maxLength", "pattern"))
     for word, value in (("minLength", least), ("maxLength", most)):
         if value is not None and (type(value) is not int or value < 0):
@@ -168,6 +170,8 @@ def _limits(schema: Schema, path: str) -> str:
     if not isinstance(pattern, str | None):
         raise RequestError(f"{path}.pattern is {str(pattern)[:100]!r}.", "Send a text.", param=f"{path}.pattern")
     found = [f"({' | '.join(map(_searched, _ways(pattern)))})"] if pattern is not None else []
+    if (form := TEXT_FORMATS.get(str(schema.get("format")))) is not None:
+        found.append(f"/{form}/")
     if least or most is not None:
         found.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
     return " & ".join(found)

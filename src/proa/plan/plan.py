@@ -85,7 +85,6 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int = 0  # its place in the mesh
-    host: int = 0  # number of its host; the experts of the CPU are in that host's RAM
 
     index: int | None  # cuda:index; None: simulated
     name: str

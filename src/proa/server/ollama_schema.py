@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from proa.server.constraints import READERS
 from proa.server.schema import ApiRequest, GeneratingRequest, NestedObject, StopStrings
 from proa.types import MOST_TOKENS, Constraint
 
 _NEUTRAL = {"tfs_z": 1.0, "typical_p": 1.0, "mirostat": 0}
+
+
+def _no_images(value: list[Any] | None) -> list[Any] | None:
+    if value:
+        raise ValueError("Images are not supported")
+    return value
+
+
+NoImages = Annotated[list[Any] | None, AfterValidator(_no_images)]
 
 
 class Options(NestedObject):
@@ -61,16 +70,9 @@ class Message(NestedObject):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: NoImages = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
-
-    @field_validator("images")
-    @classmethod
-    def _no_images(cls, value: list[Any] | None) -> list[Any] | None:
-        if value:
-            raise ValueError("Images are not supported")
-        return value
 
 
 class OllamaRequest(GeneratingRequest):
@@ -133,7 +135,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool = False
     context: list[int] | None = None  # without effect: send the conversation
-    images: list[Any] | None = Field(None, max_length=0)
+    images: NoImages = None
 
     @property
     def is_empty(self) -> bool:

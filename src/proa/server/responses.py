@@ -160,7 +160,7 @@ def _response(request: ResponsesRequest, answer_id: str, model_name: str) -> dic
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "metadata": {},
+        "metadata": request.metadata,
         "model": model_name,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,

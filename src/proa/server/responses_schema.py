@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -12,6 +12,9 @@ from proa.types import MOST_TOKENS, Constraint
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 USABLE_TOOLS = ("function", "custom", "namespace")
+
+# The client's own, returned in the response. The limits are OpenAI's.
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 class ReasoningConfig(NestedObject):
@@ -44,6 +47,7 @@ class ResponsesRequest(GeneratingRequest):
     text: TextConfig | None = None
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: Metadata = Field(default_factory=dict, max_length=16)
     stream_options: dict[str, Any] | None = None  # without effect: no padding is added to events
 
     @field_validator("input", mode="before")

@@ -25,7 +25,11 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
 # transformers' defaults for tokenizer.model, used for keys that tokenizer_config.json does not have.
 _SENTENCEPIECE_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "legacy": True}
-_SWITCHES = ("legacy", "add_bos_token", "add_eos_token")  # of tokenizer_config.json; null counts as absent
+_ADDS = ("add_bos_token", "add_eos_token")
+_SWITCHES = ("legacy", *_ADDS)  # of tokenizer_config.json; null counts as absent
+# Classes of transformers 4 that read the switches beside tokenizer.json; others leave it as it is. transformers 5 never
+# reads them there, and so omits the begin token of models that were published with these classes (DeepSeek-V3).
+_SWITCHED = frozenset(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"))
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -38,6 +42,8 @@ def read_folder(folder: Path) -> TokenizerSource:
     additional = _additional(named_apart, config)
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
+        if str(config.get("tokenizer_class")).removesuffix("Fast") not in _SWITCHED:
+            config = {key: value for key, value in config.items() if key not in _ADDS}
     elif (folder / "tokenizer.model").is_file():
         config = {**_SENTENCEPIECE_DEFAULTS, **config}
         pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
@@ -66,7 +72,7 @@ def read_folder(folder: Path) -> TokenizerSource:
     marked = named - {special_tokens.get("pad_token")}  # in no prompt; may be an ordinary token
     _mark_special(backend, marked | additional)
     bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
-    if "add_bos_token" in config or "add_eos_token" in config:
+    if any(key in config for key in _ADDS):
         now = backend.encode("a").tokens  # a key that is missing changes nothing
         adds_bos = config.get("add_bos_token", bos in now[:1])
         adds_eos = config.get("add_eos_token", eos in now[-1:])
@@ -134,8 +140,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _additional(*files: Mapping[str, Any]) -> set[str]:
-    """Return the texts of additional_special_tokens in these files."""
-    listed = [token for file in files for token in file.get("additional_special_tokens") or ()]
+    """Return the texts of additional_special_tokens, or extra_special_tokens (transformers 5), in these files."""
+    values = [file.get(key) or () for file in files for key in ("additional_special_tokens", "extra_special_tokens")]
+    listed = [token for value in values for token in (value.values() if isinstance(value, dict) else value)]
     return {token["content"] if isinstance(token, dict) else token for token in listed}
 
 

@@ -7,6 +7,7 @@ tests/unit/test_template.py compares the results.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+from jinja2.exceptions import SecurityError
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -71,6 +73,8 @@ class ChatTemplate:
         messages = [_prepare(m, keep_parts=self._takes_parts) for m in chat.messages]
         if any("tool_calls" in message for message in messages):
             _convert_arguments(messages, to_text=self._takes_text_arguments)
+            if self._takes_short_ids:
+                _shorten_ids(messages)
         if not chat.continue_final_message:
             return self._run(name, messages, chat)
         if chat.add_generation_prompt:
@@ -114,6 +118,12 @@ class ChatTemplate:
                 tools=chat.tools or None,
                 add_generation_prompt=chat.add_generation_prompt,
             )
+        except SecurityError as error:  # for example a list that the template changes, as some of llama.cpp's do
+            raise RequestError(
+                f"The model's chat template needs what templates may not do: {str(error).rstrip('.')}.",
+                "Give another template with --chat-template FILE.",
+                param="messages",
+            ) from error
         except _FAILURES as error:
             raise RequestError(
                 f"The model's chat template rejects this conversation: {str(error).rstrip('.')}.",
@@ -133,6 +143,11 @@ class ChatTemplate:
         objects; found by trial renders."""
         return self._tried(_called({"key": 1})) is None and self._tried(_called('{"key": 1}')) is not None
 
+    @cached_property
+    def _takes_short_ids(self) -> bool:
+        """True if ids of calls must be nine letters and digits (Mistral); found by trial renders."""
+        return self._tried(_called({}, "call_proaprobe")) is None and self._tried(_called({})) is not None
+
     def _tried(self, messages: list[dict[str, Any]]) -> str | None:
         """Render messages as they are; None if the template refuses them."""
         source = self._compiled.get("default") or next(iter(self._compiled.values()))
@@ -142,11 +157,11 @@ class ChatTemplate:
             return None
 
 
-def _called(arguments: Any) -> list[dict[str, Any]]:
+def _called(arguments: Any, call_id: str = "proaprobe") -> list[dict[str, Any]]:
     """Make a conversation with a call of a function named _PROBE."""
-    call = {"id": "call_000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": "call_000", "name": _PROBE, "content": "done"}
+    result = {"role": "tool", "tool_call_id": call_id, "name": _PROBE, "content": "done"}
     return [_ASKED, answer, result]
 
 
@@ -175,6 +190,20 @@ def _convert_arguments(messages: Sequence[dict[str, Any]], *, to_text: bool) -> 
             function["arguments"] = (text or "{}") if to_text else _json_object_or_text(text)
         elif to_text:
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+
+
+def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Replace ids of calls that are not nine letters and digits, as of another model's calls, in place."""
+    for message in messages:
+        for holder, key in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", ()))):
+            if isinstance(holder, dict) and isinstance(call_id := holder.get(key), str):
+                holder[key] = _short_id(call_id)
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]  # the same in each request, as cached prefixes need it
 
 
 def _part_text(part: Any) -> str:
@@ -275,7 +304,7 @@ class _PlainNamespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"namespace names must not begin with an underscore: {name!r}")
+        raise SecurityError(f"namespace names must not begin with an underscore: {name!r}")
 
 
 def _tojson(
