@@ -150,7 +150,7 @@ def measure(asked: argparse.Namespace, folder: str) -> None:
     options = EngineOptions(
         model=ModelOptions(dtype="bfloat16", load_format="dummy", dummy_format=asked.format),
         cache=CacheOptions(context=asked.prompt + ROOM + 64, prefix_cache=False),
-        scheduler=SchedulerOptions(max_running=asked.requests + 1),
+        scheduler=SchedulerOptions(max_running=asked.requests + 1, max_batch_tokens=asked.batch),
         gpus=replace(GpuOptions(), gpu_experts=str(asked.resident)),
     )
     plan = prepare(folder, options).plan
@@ -207,6 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("--resident", type=int, default=0, help="experts of each layer in VRAM")
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=16384)
+    parser.add_argument("--batch", type=int, help="as --max-batch-tokens of `proa serve`")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--series", action="store_true", help="print all gaps beside the prompt, by run")
     parser.add_argument(

@@ -4,7 +4,9 @@ Every time is that of a launch inside a CUDA graph, over caches that do not fit 
 Bandwidth: of a plain copy, read and written, measured in the same run. Prefill is compared with the SDPA of torch over
 plain tensors, the same work: the best of its backends. Both run over a cache of bfloat16 and over one of fp8 (E4M3):
 bytes are the cache's, so that fp8 at the same share of the copy takes half the time.
-Run: python benchmarks/probes/gpu_attention.py [--sweep]   --sweep also tries other splits, blocks and stages.
+Run: python benchmarks/probes/gpu_attention.py [--sweep | --splits]
+--sweep also tries other splits, blocks and stages. --splits times only few rows of a prompt behind a long past, by the
+number of programs that share a tile's positions.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from proa.ops.caches import KvPages
-from proa.ops.sizes import argmax_keys, attention_floats, attention_splits
+from proa.ops.sizes import argmax_keys, attention_floats, attention_splits, prompt_splits
 from proa.ops.table import Angles, Norm, QkNorm
-from proa.ops.triton import argmax, attention, heads, norm
+from proa.ops.triton import argmax, attention, attention_decode, heads, norm
 
 PAGE_TOKENS = 16
 CACHE_BYTES = 300 << 20  # of all copies that a graph goes through
@@ -81,7 +83,7 @@ def decode_time(
     softmax = attention.Softmax(dim**-0.5)
     caches = [paged(sequences, kv_len, kv_heads, dim, kv) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [
-        lambda c=c: attention.decode(q, c[0], c[1], c[2], softmax, splits, workspace, out)  # type: ignore[misc]
+        lambda c=c: attention_decode.decode(q, c[0], c[1], c[2], softmax, splits, workspace, out)  # type: ignore[misc]
         for c in caches
     ]
     return microseconds(calls), read
@@ -100,14 +102,14 @@ def decodes(bandwidth: float) -> None:
 
 
 def sweep(bandwidth: float) -> None:
-    chosen = attention._decode_shape
+    chosen = attention_decode._decode_shape
     shape, sequences = (32, 4, 128), ((1, 65536), (8, 8192), (1, 4096))
     for tokens, warps, stages in ((64, 4, 5), (64, 4, 3), (32, 4, 5), (32, 4, 7), (128, 4, 3), (64, 4, 7), (64, 8, 5)):
 
         def other(group: int, dim: int) -> tuple[dict[str, int], int, int]:
             return chosen(group, dim)[0] | {"TOKENS": tokens}, warps, stages  # noqa: B023
 
-        attention._decode_shape = other
+        attention_decode._decode_shape = other
         for count, kv_len in sequences:
             line = []
             for per_processor in (1, 2, 3, 4, 6):
@@ -116,16 +118,18 @@ def sweep(bandwidth: float) -> None:
                     time, read = decode_time(count, kv_len, shape, splits, kv)
                     line.append(f"{name} {splits}: {time:.1f} us {read / time / bandwidth:.0%}")
             print(f"sweep {count} x {kv_len}, blocks of {tokens}, {warps} warps, {stages} stages:", ", ".join(line))
-    attention._decode_shape = chosen
+    attention_decode._decode_shape = chosen
 
 
-def prefill_time(q_len: int, kv_len: int, shape: tuple[int, int, int], kv: torch.dtype = BF16) -> float:
+def prefill_time(
+    q_len: int, kv_len: int, shape: tuple[int, int, int], kv: torch.dtype = BF16, splits: int = 1
+) -> float:
     query_heads, kv_heads, dim = shape
     cache, table, lens = paged(1, kv_len, kv_heads, dim, kv)
     q, out = rand(q_len, query_heads, dim), rand(q_len, query_heads, dim)
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
     softmax = attention.Softmax(dim**-0.5)
-    return microseconds([lambda: attention.prefill(q, cache, table, starts, lens, softmax, out)])
+    return microseconds([lambda: attention.prefill_in_splits(q, cache, table, starts, lens, softmax, splits, out)])
 
 
 def flops(q_len: int, kv_len: int, shape: tuple[int, int, int]) -> float:
@@ -148,6 +152,16 @@ def prefills() -> None:
                     peer = microseconds([run])
                 text += f"; torch {peer:.0f} us, {flops(q_len, kv_len, shape) / peer / 1e6:.0f} TFLOP/s"
             print(text)
+
+
+def splits_of_prompts() -> None:
+    for shape in ((32, 4, 128), (64, 8, 64), (16, 2, 256)):
+        for past in (0, 1024, 8192, 32768):
+            for rows in (32, 64, 128, 256, 512):
+                chosen = prompt_splits(rows, *shape[:2], processors())
+                times = {n: prefill_time(rows, past + rows, shape, splits=n) for n in sorted({1, 2, 4, 8, 16, chosen})}
+                text = ", ".join(f"{n}{'*' * (n == chosen)}: {time:.0f}" for n, time in times.items())
+                print(f"{shape[0]}/{shape[1]} heads of {shape[2]}, {rows} rows behind {past}: us by splits {text}")
 
 
 def sweep_prefill() -> None:
@@ -202,6 +216,9 @@ def processors() -> int:
 def main() -> None:
     bandwidth = copy_bandwidth()
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e6:.2f} TB/s read and written")
+    if "--splits" in sys.argv[1:]:
+        splits_of_prompts()
+        return
     small_ones(bandwidth)
     decodes(bandwidth)
     prefills()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from expanded_latents import ExpandedAttention, flash
 from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds, processors, rand
 from torch import Tensor
 
@@ -75,6 +76,32 @@ def prefill_time(q_len: int, kv_len: int, heads: int) -> float:
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
     shared = traits_of(q.device).shared_bytes
     return microseconds([lambda: latent_attention.prefill(q, cache, table, starts, lens, SCALE, shared, out)])
+
+
+def expanded_time(q_len: int, kv_len: int, heads: int) -> tuple[float, float]:
+    """Microseconds of one layer with absorbed weights, and with expanded keys and values; both with W_k and W_v."""
+    cache, table, lens = paged(1, kv_len)
+    maps = CudaLatentMaps(heads, 128, 128, RANK, torch.device("cuda"))
+    weight = maps.weight.copy_(rand(*maps.weight.shape)).view(heads, 256, RANK)
+    q, seen, out = rand(q_len, heads, 128 + KEY), rand(q_len, heads, RANK), rand(q_len, heads, 128)
+    starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
+    shared, attention = traits_of(q.device).shared_bytes, ExpandedAttention(flash)
+
+    def absorbed() -> None:
+        latent_attention.prefill(maps.queries(q), cache, table, starts, lens, SCALE, shared, seen)
+        maps.values(seen)
+
+    def expanded() -> None:
+        attention.attend(q, weight, cache, table[0], kv_len - q_len, SCALE, out)
+
+    return microseconds([absorbed]), microseconds([expanded])
+
+
+def expansions() -> None:
+    for name, heads in HEADS.items():
+        for q_len, kv_len in ((1024, 1024), (1024, 4096), (1024, 16384), (1024, 65536), (4096, 16384)):
+            own, library = expanded_time(q_len, kv_len, heads)
+            print(f"prefill {name}, {q_len} of {kv_len}: absorbed {own:.0f} us, expanded {library:.0f} us", flush=True)
 
 
 def prefills() -> None:
@@ -145,6 +172,7 @@ def main() -> None:
     around()
     decodes(bandwidth)
     prefills()
+    expansions()
     if "--sweep" in sys.argv[1:]:
         sweep(bandwidth)
 

@@ -21,7 +21,7 @@ from proa.ops.caches import KvPages
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.sizes import LINEAR_ROWS, attention_floats, attention_splits
 from proa.ops.table import Angles, Norm, QkNorm, RouterRule
-from proa.ops.triton import attention, experts_few, heads, linear, norm, route
+from proa.ops.triton import attention, attention_decode, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
@@ -101,7 +101,7 @@ class Step:
         q, kv = r.qkv[:, :HEADS], r.qkv[:, HEADS:]
         heads.rotate_store(q, kv, QkNorm(of_q, of_k, 1e-6), self.angles, of.cache, self.slots, q)
         softmax = attention.Softmax(DIM**-0.5)
-        attention.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.floats, r.attended)
+        attention_decode.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.floats, r.attended)
         self.map(r.attended.flatten(1), of.out, r.y)
         norm.add_rms_norm(r.x, r.y, Norm(after, 1e-6), r.normed)
         self.map(r.normed, of.router, r.logits)

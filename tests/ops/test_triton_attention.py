@@ -11,9 +11,16 @@ from torch import Tensor
 from ops.paged_attention import Paged, attended, in_e4m3, on, paged, softmax_of
 from ops.triton_bounds import BF16, assert_within, poisoned, rand
 from proa.ops.caches import KvPages
-from proa.ops.sizes import attention_floats, attention_splits
-from proa.ops.triton import kv_codes
-from proa.ops.triton.attention import Softmax, decode, prefill
+from proa.ops.sizes import (
+    MOST_HEAD_GROUP,
+    attention_floats,
+    attention_splits,
+    prompt_split_floats,
+    prompt_splits,
+)
+from proa.ops.triton import attention, kv_codes
+from proa.ops.triton.attention import Softmax, prefill, prefill_in_splits
+from proa.ops.triton.attention_decode import decode
 
 
 @pytest.fixture(params=["as it is", pytest.param("by bits", marks=pytest.mark.gpu)])
@@ -121,6 +128,31 @@ def test_prefill(
     assert out[starts[-1] :].isnan().all()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
+@pytest.mark.parametrize("splits", [2, 5, 16])
+def test_prefill_by_several_programs(
+    splits: int, window: int | None, sinks: bool, rng: torch.Generator, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Splits that no row, or only some rows of a tile, see; a sequence without rows; rows of no sequence."""
+    monkeypatch.setattr(attention, "LEAST_SHARE", 64)
+    q_lens, kv_lens, heads, kv_heads, dim = [9, 0, 70, 1], [400, 0, 90, 333], 8, 2, 64
+    p = paged(kv_lens, kv_heads, dim, 16, rng, device)
+    starts = [sum(q_lens[:s]) for s in range(len(q_lens) + 1)]
+    q = rand(rng, starts[-1] + 3, heads, dim)
+    softmax = softmax_of(dim, heads, window, sinks, rng)
+    out = poisoned(len(q), heads, dim).to(device)
+    q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    prefill_in_splits(q.to(device), p.cache, p.page_table, q_starts, p.kv_lens, on(softmax, device), splits, out)
+    for s, n in enumerate(q_lens):
+        if n:
+            mine = slice(starts[s], starts[s + 1])
+            want, bound = attended(q[mine], p.keys[s], p.values[s], softmax, torch.float64)
+            assert_within(out[mine], want, bound)
+    assert out[starts[-1] :].isnan().all()
+
+
 @pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens", "heads", "kv_heads", "dim", "page_tokens", "window", "splits"),
@@ -209,6 +241,18 @@ def test_splits_fill_the_processors_and_no_more() -> None:
     assert attention_splits(1, 1, 132) == 256
     assert attention_splits(512, 8, 132) == 1
     assert 1 <= attention_splits(64, 4, 132) * 64 * 4 <= 2 * 8 * 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 4, 128), (16, 2, 256), (16, 16, 128), (64, 8, 64), (24, 2, 64)]
+)
+def test_splits_of_prompts_fill_the_processors_once_within_their_room(heads: int, kv_heads: int, dim: int) -> None:
+    for rows in (2, 32, 64, 128, 256, 512, 4096):
+        splits = prompt_splits(rows, heads, kv_heads, 132)
+        programs = -(-rows // (MOST_HEAD_GROUP // (heads // kv_heads))) * kv_heads
+        assert splits in (1, 16) or splits * programs <= 264 < (splits + 1) * programs
+        assert splits == 1 or rows * heads * splits * (dim + 1) <= prompt_split_floats(rows, heads, dim)
+    assert prompt_splits(4096, heads, kv_heads, 132) == 1
 
 
 @pytest.mark.gpu

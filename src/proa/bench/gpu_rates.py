@@ -1,9 +1,10 @@
 """Measures a GPU's memory bandwidth, PCIe upload rate and products in a child process (gpu_ceilings.py), so that all
-its CUDA memory is freed when the process ends; and the VRAM that this process's engine has taken.
+its CUDA memory is freed when the process ends; and the VRAM that an engine has taken. Never: importing torch.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import msgspec
 
 from proa.config.env import child_environ
 from proa.errors import ResourceError
+from proa.machine.gpus import find_gpus
 from proa.machine.rates import GpuRate
 from proa.plan.plan import GpuPlan
 
@@ -35,12 +37,8 @@ def measure_gpu(index: int) -> GpuRate:
 
 
 def vram_taken(gpu: GpuPlan) -> int | None:
-    """VRAM that was free when the plan was made and is not now, in bytes; None if the GPU is simulated. Once an engine
-    of this process has run, this is its peak: torch keeps what it has reserved. What other processes take counts too.
-    """
-    if gpu.index is None:
-        return None
-    import torch  # the engine has imported it
-
-    free_bytes, _ = torch.cuda.mem_get_info(gpu.index)
-    return gpu.vram.free_bytes - free_bytes
+    """VRAM that was free when the plan was made and is not now, in bytes, as the driver reports it; None if the GPU is
+    simulated or not found. Once an engine has run, this is its peak: torch keeps what it has reserved. What other
+    processes take counts too."""
+    now = next((found for found in find_gpus(os.environ).gpus if found.uuid == gpu.uuid != ""), None)
+    return None if gpu.index is None or now is None else gpu.vram.free_bytes - now.free_bytes

@@ -98,7 +98,7 @@ class _Rates:
 @dataclass(frozen=True)
 class _Run:
     """One prompt: its time to first token, its tokens from the prefix cache, the counters of prefill before and after
-    it, and the VRAM that the engine has taken until its end (None: simulated)."""
+    it, and the VRAM that the engine has taken until its end (None: unknown)."""
 
     ttft_s: float
     cached: int

@@ -24,10 +24,11 @@ from proa.ops.sizes import (
     SHORT_SEGMENT_TOKENS,
     attention_floats,
     attention_splits,
+    prompt_splits,
     segment_rows,
 )
-from proa.ops.table import AttentionBatch
-from proa.ops.triton import attention, attention_segments
+from proa.ops.table import AttentionBatch, DeviceBatch
+from proa.ops.triton import attention, attention_decode, attention_segments
 from proa.ops.triton.attention import Softmax
 from proa.ops.triton.attention_segments import Part
 
@@ -159,9 +160,9 @@ def by_head(x: Tensor) -> Tensor:
 class CudaAttention:
     """Implements `attention` of ops/table.py."""
 
-    def __init__(self, traits: GpuTraits, least_rows: int = 1) -> None:
-        """least_rows: see CudaOps."""
-        self._traits, self._least_rows = traits, least_rows
+    def __init__(self, traits: GpuTraits, least_rows: int = 1, *, deterministic: bool = False) -> None:
+        """least_rows: see CudaOps. deterministic: a prompt's bits do not depend on the rows computed with it."""
+        self._traits, self._least_rows, self._deterministic = traits, least_rows, deterministic
         self._segmented: SegmentedAttention | None = None
 
     def bind(self, segmented: SegmentedAttention) -> None:
@@ -178,14 +179,23 @@ class CudaAttention:
         softmax, native = Softmax(scale, window, sinks), self._traits.converts_e4m3
         if at.rows_each != 1:
             if self._segmented is None or not self._segmented.attend(q, cache, batch, softmax, out):
-                attention.prefill(
-                    q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out, native_codes=native
+                attention.prefill_in_splits(
+                    q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, self._prompt_splits(q, cache, at), out,
+                    native_codes=native,
                 )  # fmt: skip
             return out
         rows, heads, dim = q.shape
         splits = attention_splits(max(rows, self._least_rows), cache.keys.shape[2], self._traits.processors)
         space = torch.empty(attention_floats(rows, heads, dim, splits), device=q.device)
-        attention.decode(
+        attention_decode.decode(
             q, cache, at.page_table, at.kv_lens, softmax, splits, space, out, native_codes=native
         )  # fmt: skip
         return out
+
+    def _prompt_splits(self, q: Tensor, cache: KvPages, at: DeviceBatch) -> int:
+        """By sizes alone, which a graph keeps; as many as the longest sequence that the page table holds may have."""
+        if self._deterministic:
+            return 1
+        (rows, heads, _), most = q.shape, at.page_table.shape[1] * cache.keys.shape[1] // attention.LEAST_SHARE
+        splits = prompt_splits(rows, heads, cache.keys.shape[2], self._traits.processors)
+        return max(1, min(splits, most))

@@ -20,8 +20,9 @@ LINEAR_ROWS = 16
 # by op, 24 layers of Qwen3-30B-A3B take a host 35 ms, an H100 10 ms for 32 rows and 14 for 512 (decision 066).
 PROMPT_ROWS = (32, 64, 128, 256, 512)
 
-# Most parts that split-KV attention cuts a sequence into; kernels are compiled for this many.
-MOST_SPLITS = 256
+# Most parts that split-KV attention cuts a sequence into, in decode and for a tile of a prompt; kernels are compiled
+# for this many. Programs of a prompt's tiles for each SM: as many as are resident there at D = 128.
+MOST_SPLITS, MOST_PROMPT_SPLITS, PROMPT_PROGRAMS = 256, 16, 2
 MOST_HEAD_DIM, MOST_HEAD_GROUP = 256, 64  # on a GPU: largest head dimension, most query heads per KV head
 MOST_LATENT_RANK, MOST_LATENT_KEY = 512, 64  # on a GPU: longest latent, and its longest rotary part
 LATENT_HEADS = 64  # most heads per program of latent attention; smaller programs have fewer splits
@@ -94,6 +95,20 @@ def attention_splits(sequences: int, kv_heads: int, processors: int) -> int:
 def attention_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
     """float32 elements of the partial results: per head and part a vector, and its log-sum-exp."""
     return sequences * heads * splits * (dim + 1)
+
+
+def prompt_splits(rows: int, heads: int, kv_heads: int, processors: int) -> int:
+    """Number of programs that share the positions of a tile of a prompt's rows: as many as all SMs hold at once, since
+    a second wave takes as long as the first. 32 heads, 4 KV heads, an H200, behind 32768 tokens, us by 1, 2, 4, 8, 16
+    programs: 64 rows 566, 300, 208, 112, 123; 128 rows 568, 404, 213, 221, 241; 256 rows 576, 417, 426, 443, 479."""
+    tiles = -(-rows // max(1, MOST_HEAD_GROUP // (heads // kv_heads)))
+    return max(1, min(MOST_PROMPT_SPLITS, PROMPT_PROGRAMS * processors // (tiles * kv_heads)))
+
+
+def prompt_split_floats(rows: int, heads: int, dim: int) -> int:
+    """Most float32 elements of the partial results of split tiles, in a step of up to so many rows."""
+    vectors = min(rows * heads * MOST_PROMPT_SPLITS, PROMPT_PROGRAMS * MOST_PROCESSORS * MOST_HEAD_GROUP)
+    return vectors * (dim + 1)
 
 
 def segment_rows(heads: int) -> int:

@@ -102,6 +102,10 @@ def _attention_on_gpu(of: AttentionKernel, gpu: Gpu) -> str:
     return "" if group <= most else f"{group} query heads share a KV head, more than {most}"
 
 
+def _prompt_floats(of: AttentionKernel, rows: int) -> int:
+    return sizes.prompt_split_floats(rows, of.heads, of.head_dim)
+
+
 def _attention_floats(of: AttentionKernel, sequences: int) -> int:
     splits = sizes.attention_splits(sequences, of.kv_heads, sizes.MOST_PROCESSORS)
     return sizes.attention_floats(sequences, of.heads, of.head_dim, splits)
@@ -144,7 +148,11 @@ def _delta_floats(of: DeltaKernel, rows: int) -> int:
 
 FACTS: dict[type[Kernel], Facts] = {
     AttentionKernel: Facts(
-        _attention_on_cpu, _attention_on_gpu, decode_floats=_attention_floats, long_bytes=_segment_bytes
+        _attention_on_cpu,
+        _attention_on_gpu,
+        decode_floats=_attention_floats,
+        row_floats=_prompt_floats,
+        long_bytes=_segment_bytes,
     ),
     LatentKernel: Facts(_latent_on_cpu, beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
     DeltaKernel: Facts(_delta_on_cpu, row_floats=_delta_floats),

@@ -143,7 +143,7 @@ class Stage:
         self._hybrid = HybridModel(placement_of(of.gpu), META, ram, staging)
         traits = GpuTraits(capability, _PROCESSORS)
         least = least_rows(plan)
-        attention = CudaAttention(traits, least)
+        attention = CudaAttention(traits, least, deterministic=plan.deterministic)
         if not plan.deterministic:
             attention.bind(SegmentedAttention(_no_rectangle, traits))
         ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention, least)
