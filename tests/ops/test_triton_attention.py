@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def run_decode(q: Tensor, p: Paged, softmax: Softmax, splits: int) -> Tensor:
     decode(q, p.cache, p.page_table, p.kv_lens, softmax, splits, workspace, out[:, :heads])
     assert out[:, heads:].isnan().all()
     return out[:, :heads]
+
+
+def assert_attended(out: Tensor, q: Tensor, p: Paged, starts: list[int], softmax: Softmax) -> None:
+    """The rows starts[s] to starts[s + 1] of each sequence s are right, and rows behind them were not written."""
+    for s, (first, end) in enumerate(pairwise(starts)):
+        if first < end:
+            want, bound = attended(q[first:end], p.keys[s], p.values[s], softmax, torch.float64)
+            assert_within(out[first:end], want, bound)
+    assert out[starts[-1] :].isnan().all()
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -120,12 +130,7 @@ def test_prefill(
     out = poisoned(rows, heads, dim).to(device)
     q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
     prefill(q.to(device), p.cache, p.page_table, q_starts, p.kv_lens, on(softmax, device), out)
-    for s, n in enumerate(q_lens):
-        if n:
-            mine = slice(starts[s], starts[s + 1])
-            want, bound = attended(q[mine], p.keys[s], p.values[s], softmax, torch.float64)
-            assert_within(out[mine], want, bound)
-    assert out[starts[-1] :].isnan().all()
+    assert_attended(out, q, p, starts, softmax)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -145,12 +150,7 @@ def test_prefill_by_several_programs(
     out = poisoned(len(q), heads, dim).to(device)
     q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
     prefill_in_splits(q.to(device), p.cache, p.page_table, q_starts, p.kv_lens, on(softmax, device), splits, out)
-    for s, n in enumerate(q_lens):
-        if n:
-            mine = slice(starts[s], starts[s + 1])
-            want, bound = attended(q[mine], p.keys[s], p.values[s], softmax, torch.float64)
-            assert_within(out[mine], want, bound)
-    assert out[starts[-1] :].isnan().all()
+    assert_attended(out, q, p, starts, softmax)
 
 
 @pytest.mark.usefixtures("widening")
