@@ -39,7 +39,6 @@ from proa.machine.rates import GpuRate
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.opened import open_if_here
-from proa.plan.plan import GpuPlan
 from proa.plan.predict import prefill
 from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
@@ -97,14 +96,13 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Run:
-    """One prompt: its time to first token, its tokens from the prefix cache, the counters of prefill before and after
-    it, and the VRAM that the engine has taken until its end (None: unknown)."""
+    """One prompt: its time to first token, its tokens from the prefix cache, and the counters of prefill before and
+    after it."""
 
     ttft_s: float
     cached: int
     before: PrefillStats
     after: PrefillStats
-    vram_bytes: int | None
 
 
 def run(options: PrefillOptions, report: Callable[[Result], None]) -> None:
@@ -170,17 +168,17 @@ async def _measure_all(
         rows = (*prepared.plan.decisions, *ready.decisions)
         decided = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
         for tokens in lengths:
-            runs = await _measure(engine, options, gpu_of(prepared.plan), shape.vocab, tokens)
-            figures = _figures(options, prepared, rates, tokens, runs) | {"predicted_ttft_s": predicted.get(tokens)}
+            runs = await _measure(engine, options, shape.vocab, tokens)
+            figures = _figures(options, prepared, rates, tokens, runs)
+            figures["vram_peak_bytes"] = vram_taken(gpu_of(prepared.plan))
+            figures["predicted_ttft_s"] = predicted.get(tokens)
             found = _cached_notes(options.cached, figures["cached_tokens"] or 0)
             report(result("prefill", QUESTION, shape.name, options, figures, notes=(*notes, *decided, *found)))
     finally:
         await engine.close()
 
 
-async def _measure(
-    engine: EngineHandle, options: PrefillOptions, gpu: GpuPlan, vocab: int, tokens: int
-) -> list[_Run]:  # fmt: skip
+async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
     """Measure prompts of this length: the cached prefix, if there is one, then new tokens that no other prompt has."""
     (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
     prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
@@ -190,7 +188,7 @@ async def _measure(
     for number, prompt in enumerate(prompts):
         before = engine.stats.prefill
         ttft_s, cached = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
-        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill, vram_taken(gpu)))
+        runs.append(_Run(ttft_s, cached, before, engine.stats.prefill))
     return runs[2:]
 
 
@@ -272,13 +270,12 @@ def _figures(
         "flops_per_s": flops,
         "burst_flops_per_s": None if rates is None else rates.flops_per_s,
         "ring_bytes": float(gpu.ring_bytes),
-        "vram_peak_bytes": None if runs[-1].vram_bytes is None else float(runs[-1].vram_bytes),
         "vram_planned_bytes": float(gpu.vram.used_bytes),
         "max_batch_tokens": float(plan.max_batch_tokens),
     }
 
 
 def _idle_share(busy_s: float, run: _Run) -> float | None:
-    """The share of the time to first token in which the GPU computed nothing; None if its times were not measured: the
-    CPU computed all experts, or the GPU is simulated."""
+    """The share of the time to first token in which the GPU computed nothing; None if its times were not measured,
+    because the CPU computed all experts."""
     return 1 - busy_s / run.ttft_s if busy_s else None
