@@ -10,6 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MOST_PROCESSES = 4  # each has torch, and in time two gigabytes
+INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ  # of another run, which this one would wait for
 
 
 def processes(gpu: bool) -> int:
@@ -19,7 +20,13 @@ def processes(gpu: bool) -> int:
 
 @contextmanager
 def beside_others(alone: bool) -> Iterator[None]:
-    """A test runs; `alone`: it has waited for the others to end, and none begins before it ends."""
+    """A test runs; `alone`: it has waited for the others to end, and none begins before it ends.
+
+    A run inside a test does not wait: a test that waits to run alone has the turn until that test ends.
+    """
+    if INSIDE_A_TEST:
+        yield
+        return
     turn, running = os.open(__file__, os.O_RDONLY), os.open(FOLDER, os.O_RDONLY)
     try:
         fcntl.flock(turn, fcntl.LOCK_EX)  # so that a test that waits to run alone is next

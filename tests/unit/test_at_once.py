@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+import at_once
 
 TESTS = Path(__file__).parents[1]
 WORKER = """
@@ -14,7 +21,7 @@ import at_once
 
 at_once.__file__, at_once.FOLDER = (Path(sys.argv[1]) / name for name in ("turn", "running"))
 alone, log = sys.argv[2] == "alone", Path(sys.argv[1]) / "log"
-for _ in range(20):
+for _ in range(int(sys.argv[3])):
     with at_once.beside_others(alone), log.open("a") as file:
         file.write(f"+{sys.argv[2]}\\n"), file.flush()
         time.sleep(0.005)
@@ -22,13 +29,17 @@ for _ in range(20):
 """
 
 
-def test_no_test_runs_beside_one_marked_alone(tmp_path: Path) -> None:
+def start(folder: Path, kind: str, tests: int, inside: bool = False) -> subprocess.Popen[bytes]:
+    """A process of a run that has `tests` tests of this kind; `inside` a test of another run."""
     for name in ("turn", "running"):
-        (tmp_path / name).touch()
-    started = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), kind], cwd=TESTS)
-        for kind in ("alone", "beside", "beside")
-    ]
+        (folder / name).touch()
+    others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environment = {**others, **({"PYTEST_CURRENT_TEST": "test_that_runs_pytest"} if inside else {})}
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), kind, str(tests)], cwd=TESTS, env=environment)
+
+
+def test_no_test_runs_beside_one_marked_alone(tmp_path: Path) -> None:
+    started = [start(tmp_path, kind, 20) for kind in ("alone", "beside", "beside")]
     assert [process.wait(60) for process in started] == [0, 0, 0]
     running: list[str] = []
     most = 0
@@ -41,3 +52,32 @@ def test_no_test_runs_beside_one_marked_alone(tmp_path: Path) -> None:
         most = max(most, len(running))
     assert not running
     assert most == 2, "others do run beside each other"
+
+
+def test_pytest_inside_a_test_does_not_wait_for_one_that_waits_for_that_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("turn", "running"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(at_once, "__file__", tmp_path / "turn")
+    monkeypatch.setattr(at_once, "FOLDER", tmp_path / "running")
+    monkeypatch.setattr(at_once, "INSIDE_A_TEST", False)
+    with at_once.beside_others(alone=False):
+        waiting = start(tmp_path, "alone", 1)
+        turn = os.open(tmp_path / "turn", os.O_RDONLY)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                break
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            time.sleep(0.01)
+        os.close(turn)
+        inside = start(tmp_path, "beside", 2, inside=True)
+        try:
+            assert inside.wait(20) == 0
+            assert waiting.poll() is None
+        finally:
+            inside.kill()
+    assert waiting.wait(60) == 0
