@@ -103,7 +103,8 @@ def _cuda_device_ops(at: torch.device) -> DeviceOps:
 
 def _cuda_ops(at: torch.device, hybrid: HybridModel, staging: Staging) -> Ops:
     attention = _cuda("ops.cuda_attention").CudaAttention(traits_of(at))
-    made: Ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at), attention).table()
+    latent = _cuda("ops.cuda_latent").CudaLatentAttention(traits_of(at))
+    made: Ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at), attention, latent).table()
     return made
 
 

@@ -11,7 +11,18 @@ from proa.ops import reference
 from proa.ops.caches import KvPages, LatentPages, RecurrentState
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import Angles, AttentionBatch, Chosen, DeltaInputs, DeltaWeights, Maps, Norm, Parameters, RouterRule
+from proa.ops.table import (
+    Angles,
+    AttentionBatch,
+    Chosen,
+    DeltaInputs,
+    DeltaWeights,
+    LatentMaps,
+    Maps,
+    Norm,
+    Parameters,
+    RouterRule,
+)
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
@@ -41,7 +52,6 @@ class TorchRun:
     gate = staticmethod(reference.gate)
     gated_delta = staticmethod(reference.gated_delta)
     latent_store = staticmethod(reference.latent_store)
-    latent_attention = staticmethod(reference.latent_attention)
 
     def _maps(self, dtype: torch.dtype) -> Maps:
         return reference.reference(dtype).maps
@@ -68,6 +78,11 @@ class TorchRun:
 
     def latent_maps(self, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         return latent_maps(self._maps(q.dtype), q, seen, weight, keys)
+
+    def latent_attention(
+        self, q: Tensor, weight: Tensor, keys: int, cache: LatentPages, batch: AttentionBatch, scale: float
+    ) -> Tensor:
+        return latent_heads(self._maps(q.dtype), weight, keys).attend(q, cache, batch, scale)
 
 
 def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +123,7 @@ def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Ten
     return made(x)
 
 
-def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+def latent_heads(maps: Maps, weight: Tensor, keys: int) -> LatentMaps:
     """Latent maps with weight [heads, keys + values, rank], written in pieces that are not whole heads."""
     heads, rows, rank = weight.shape
     made = maps.latent(heads, keys, rows - keys, rank)
@@ -120,6 +135,11 @@ def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) 
         for part in weight.flatten(0, 1).split(rows - 1):
             target.write(first, part)
             first += len(part)
+    return made
+
+
+def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    made = latent_heads(maps, weight, keys)
     return made.queries(q), made.values(seen)
 
 
@@ -257,9 +277,11 @@ class NativeRun:
         self._run(recorder)
         return queries.clone(), values.clone()
 
-    def latent_attention(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+    def latent_attention(
+        self, q: Tensor, weight: Tensor, keys: int, cache: LatentPages, batch: AttentionBatch, scale: float
+    ) -> Tensor:
         recorder, ops = self._record(len(q), len(batch.q_lens), max(map(len, batch.page_table)))
-        y = ops.latent_attention(q, cache, batch, scale)
+        y = latent_heads(ops.table().maps, weight, keys).attend(q, cache, batch, scale)
         self._run_batch(recorder, batch, cache.rows)
         return y.clone()
 

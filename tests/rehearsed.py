@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
 
 
 def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Callable[[], None]]:
-    """Steps of the whole model with `swept` numbers of rows up to SWEPT_ROWS, and with some larger ones."""
+    """Steps of the whole model with `swept` numbers of rows up to SWEPT_ROWS, with some larger ones, and some behind
+    a past of any length."""
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
     assert plan.gpu is not None
@@ -97,6 +99,10 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
     sizes = [*sorted(some.sample(small, min(swept, len(small)))), *(some.randint(1, most) for _ in range(12)), most]
     for rows in sizes:
         yield torch.inference_mode()(lambda rows=rows: stage.prompt(rows))
+    for _ in range(8):
+        rows = some.randint(1, min(most, plan.context_tokens))
+        past, beside = some.randint(0, plan.context_tokens - rows), plan.prompts_may_run_beside and some.random() < 0.5
+        yield torch.inference_mode()(partial(stage.prompt_after, past, rows, beside=beside))
     for bucket in rehearsal.decode_sizes(step_limits(plan), deterministic=plan.deterministic):
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 
 import torch
-from expanded_latents import ExpandedAttention, flash
 from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds, processors, rand
 from torch import Tensor
 
 from proa.ops.caches import LatentPages
-from proa.ops.cuda_latent import CudaLatentMaps
+from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
+from proa.ops.expanded_latents import ExpandedAttention, flash
 from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, Norm
@@ -70,6 +70,13 @@ def decodes(bandwidth: float) -> None:
                 )
 
 
+def maps_of(heads: int) -> CudaLatentMaps:
+    device = torch.device("cuda")
+    maps = CudaLatentMaps(heads, 128, 128, RANK, device, CudaLatentAttention(traits_of(device)))
+    maps.weight.normal_()
+    return maps
+
+
 def prefill_time(q_len: int, kv_len: int, heads: int) -> float:
     cache, table, lens = paged(1, kv_len)
     q, out = rand(q_len, heads, WIDTH), rand(q_len, heads, RANK)
@@ -81,18 +88,18 @@ def prefill_time(q_len: int, kv_len: int, heads: int) -> float:
 def expanded_time(q_len: int, kv_len: int, heads: int) -> tuple[float, float]:
     """Microseconds of one layer with absorbed weights, and with expanded keys and values; both with W_k and W_v."""
     cache, table, lens = paged(1, kv_len)
-    maps = CudaLatentMaps(heads, 128, 128, RANK, torch.device("cuda"))
-    weight = maps.weight.copy_(rand(*maps.weight.shape)).view(heads, 256, RANK)
+    maps = maps_of(heads)
+    weight = maps.weight.view(heads, 256, RANK)
     q, seen, out = rand(q_len, heads, 128 + KEY), rand(q_len, heads, RANK), rand(q_len, heads, 128)
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
-    shared, attention = traits_of(q.device).shared_bytes, ExpandedAttention(flash)
+    shared, attention = traits_of(q.device).shared_bytes, ExpandedAttention(flash, q_len)
 
     def absorbed() -> None:
         latent_attention.prefill(maps.queries(q), cache, table, starts, lens, SCALE, shared, seen)
         maps.values(seen)
 
     def expanded() -> None:
-        attention.attend(q, weight, cache, table[0], kv_len - q_len, SCALE, out)
+        attention.attend(q, weight, cache, table[0], kv_len - q_len, SCALE, out, beside_decode=False)
 
     return microseconds([absorbed]), microseconds([expanded])
 
@@ -119,8 +126,7 @@ def prefills() -> None:
 def around() -> None:
     """What stands before and after attention."""
     for name, heads in HEADS.items():
-        maps = CudaLatentMaps(heads, 128, 128, RANK, torch.device("cuda"))
-        maps.weight.normal_()
+        maps = maps_of(heads)
         for rows in (1, 4, 32, 2048):
             q, kv, seen = rand(rows, heads, 192), rand(rows, WIDTH), rand(rows, heads, RANK)
             angles, slots = torch.rand(rows, KEY // 2, device="cuda"), torch.arange(rows, device="cuda")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ops.triton_bounds import rand
+from proa.ops import reference, sizes
 from proa.ops.caches import LatentPages
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "probes"))
-from expanded_latents import Causal, ExpandedAttention, flash, pays, segments_for
+from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
+from proa.ops.expanded_latents import Causal, ExpandedAttention, flash, segments_for
+from proa.ops.gpu_traits import GpuTraits
+from proa.ops.sizes import SEGMENT_TOKENS, expanded_bytes, expands
+from proa.ops.table import AttentionBatch, DeviceBatch, batch_of
 
 PAGE = 16
 
@@ -44,15 +47,16 @@ def test_segments_cover_every_key_once_and_the_last_holds_the_rows(rows: int, pa
 
 @pytest.mark.parametrize(
     ("rows", "past", "values", "expected"),
-    [(1024, 15360, 128, True), (1024, 0, 128, True), (600, 100_000, 128, True), (64, 16384, 128, False),
-     (1, 16384, 128, False), (1024, 15360, 256, False)],
+    [(1024, 15360, 128, True), (1024, 0, 128, True), (600, 100_000, 128, True), (513, 0, 128, True),
+     (512, 0, 128, False), (512, 16384, 128, False), (1, 16384, 128, False), (1024, 15360, 256, False)],
 )  # fmt: skip
 def test_it_is_chosen_where_it_needs_clearly_fewer_products(rows: int, past: int, values: int, expected: bool) -> None:
-    assert pays(rows, past, 512, 64, 128, values) is expected
+    """And for no step that may be a graph, of up to 512 rows."""
+    assert expands(rows, past, 512, 64, 128, values) is expected
 
 
 def check(
-    causal: Causal, rows: int, past: int, heads: int, widths: tuple[int, int, int, int], most: int, most_bytes: int,
+    causal: Causal, rows: int, past: int, heads: int, widths: tuple[int, int, int, int], most: int,
     rng: torch.Generator, device: torch.device,
 ) -> None:  # fmt: skip
     """widths: K, R, V, rank. Compare with absorbed attention of the same latents in float32."""
@@ -65,7 +69,14 @@ def check(
     table, stored, weight, q = (x.to(device) for x in (table, stored, weight, q))
     out = torch.full((rows, heads, v), torch.nan, dtype=torch.bfloat16, device=device)
     cache = LatentPages(stored, rank)
-    ExpandedAttention(causal, most, most_bytes).attend(q, weight, cache, table, past, scale, out)
+    expanded = ExpandedAttention(causal, rows, most, PAGE)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    expanded.attend(q, weight, cache, table, past, scale, out, beside_decode=False)
+    if device.type == "cuda" and most == SEGMENT_TOKENS[0]:
+        taken = torch.cuda.max_memory_allocated() - before
+        assert taken <= expanded_bytes(rows, heads, rank, r, k, v) + (1 << 20)  # flash-attention's random state
     seen = stored[table.long()].flatten(0, 1)[: past + rows].float()
     hidden = torch.arange(past, past + rows, device=device)[:, None] < torch.arange(past + rows, device=device)
     for head in range(heads):
@@ -82,9 +93,11 @@ def check(
 )  # 331: five segments of 64 tokens and a rest
 @pytest.mark.parametrize(("heads", "widths"), [(5, (128, 64, 128, 96)), (16, (64, 64, 64, 64)), (2, (24, 8, 16, 40))])
 def test_expanded(
-    rows: int, past: int, heads: int, widths: tuple[int, int, int, int], rng: torch.Generator, device: torch.device
-) -> None:
-    check(plain, rows, past, heads, widths, 64, 200_000, rng, device)
+    rows: int, past: int, heads: int, widths: tuple[int, int, int, int], rng: torch.Generator, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sizes, "EXPANDED_BYTES", 200_000)  # heads in groups
+    check(plain, rows, past, heads, widths, 64, rng, device)
 
 
 @pytest.mark.gpu
@@ -97,4 +110,51 @@ def test_flash(
 ) -> None:
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    check(flash, rows, past, heads, widths, 16384, 320 << 20, rng, device)
+    check(flash, rows, past, heads, widths, 16384, rng, device)
+
+
+class Watched(ExpandedAttention):
+    """Notes which sequences it computes."""
+
+    def __init__(self, most_rows: int) -> None:
+        super().__init__(plain, most_rows, 64, PAGE)
+        self.seen: list[tuple[int, int, bool]] = []
+
+    def attend(self, q: Tensor, *args: object, beside_decode: bool) -> None:  # type: ignore[override]
+        self.seen.append((len(q), args[3], beside_decode))
+        super().attend(q, *args, beside_decode=beside_decode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "pasts", "chosen"),
+    [((600,), (64,), [0]), ((3, 600, 17, 1), (70, 0, 40, 5), [1]), ((513, 520), (0, 64), [0, 1]), ((512,), (64,), [])],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_sequences_of_a_step(
+    q_lens: tuple[int, ...], pasts: tuple[int, ...], chosen: list[int], beside: bool, rng: torch.Generator,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Those that gain have their keys and values expanded, the others attend over latents."""
+    heads, keys, values, rank, rotary = 2, 8, 8, 32, 8
+    kv_lens, rows = [a + b for a, b in zip(q_lens, pasts, strict=True)], sum(q_lens)
+    counts = [-(-n // PAGE) for n in kv_lens]
+    order = torch.randperm(sum(counts), generator=rng).tolist()
+    on_cpu = batch_of(q_lens, kv_lens, [[order.pop() for _ in range(n)] for n in counts], PAGE)
+    cache = LatentPages(rand(rng, sum(counts), PAGE, rank + rotary), rank)
+    q, weight = rand(rng, rows, heads, keys + rotary), rand(rng, heads * (keys + values), rank) * rank**-0.5
+    expected = reference.TorchLatentMaps(heads, keys, values, rank, torch.float32)
+    expected.weight.copy_(weight)
+    want = expected.attend(q.float(), LatentPages(cache.rows.float(), rank), on_cpu, 0.25)
+    table = torch.zeros(len(q_lens), max(counts), dtype=torch.int32)
+    for row, pages in zip(table, on_cpu.page_table, strict=True):
+        row[: len(pages)] = pages
+    starts, lens = (torch.tensor(n, dtype=torch.int32) for n in (list(accumulate(q_lens, initial=0)), kv_lens))
+    at = DeviceBatch(0, *(x.to(device) for x in (starts, lens, table)), torch.empty(0))
+    batch = AttentionBatch(tuple(q_lens), tuple(kv_lens), (), torch.empty(0), at, beside_decode=beside)
+    attention, watched = CudaLatentAttention(GpuTraits(90, 1)), Watched(rows)
+    attention.bind(watched)
+    maps = CudaLatentMaps(heads, keys, values, rank, device, attention)
+    maps.weight.copy_(weight)
+    got = maps.attend(q.to(device), LatentPages(cache.rows.to(device), rank), batch, 0.25)
+    assert watched.seen == [(q_lens[s], pasts[s], beside) for s in chosen]
+    torch.testing.assert_close(got.cpu().float(), want, atol=0.03, rtol=0.03)

@@ -80,7 +80,9 @@ def test_attention(
     for s, n in enumerate(kv_lens):
         cache.rows.flatten(0, 1)[batch_of([n], [n], [pages[s]], page_tokens).slots] = rows[s]
     q = rand(rng, sum(q_lens), heads, width, dtype=dtype)
-    got = ops.latent_attention(q, cache, batch, scale)
+    # W_k and W_v that are the identity: keys and values are the latents themselves.
+    weight = torch.eye(rank).expand(heads, 2, rank, rank).reshape(heads, 2 * rank, rank).to(dtype)
+    got = ops.latent_attention(q, weight, rank, cache, batch, scale).view(len(q), heads, rank)
     first = 0
     for s, (q_len, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
         mine, keys = q[first : first + q_len].double().transpose(0, 1), rows[s].double()

@@ -17,7 +17,9 @@ from proa.native.formats import BF16_FORM, Form, Format, Stored, gguf_kept, kept
 from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
+from proa.ops.cuda_latent import CudaLatentAttention
 from proa.ops.cuda_linear import CudaLinear
+from proa.ops.gpu_traits import GpuTraits
 from proa.ops.sizes import FEW_ROWS
 from proa.ops.staging import Staging
 from proa.ops.table import Experts, Sink
@@ -37,6 +39,10 @@ LEAST = {
 def pool() -> Iterator[Pool]:
     with Pool([[]], pin=False) as made:
         yield made
+
+
+def maps_on(device: torch.device, staging: Staging) -> CudaMaps:
+    return CudaMaps(device, no_experts, staging, CudaLatentAttention(GpuTraits(90, 1)))
 
 
 def no_experts(experts: int, hidden: int, width: int) -> Experts:
@@ -72,7 +78,7 @@ class Loaded:
         device: torch.device,
     ) -> None:  # fmt: skip
         staging = Staging(pool, staging_bytes, pinned=device.type == "cuda")
-        maps = CudaMaps(device, no_experts, staging)
+        maps = maps_on(device, staging)
         self.map: CudaLinear = maps.linear(outs, COLUMNS, bias)
         targets = dict(self.map.parameters())
         made = {name: rows_of(kinds[name], rows, seed) for seed, (name, rows) in enumerate(outs.items())}
@@ -142,7 +148,7 @@ def test_parameters_larger_than_the_staging_are_loaded_in_parts(
 def test_rows_from_several_places(kind: str, rng: torch.Generator, pool: Pool, device: torch.device) -> None:
     """Rows gathered from several places give the same layer as from one."""
     staging = Staging(pool, 24 << 10, pinned=device.type == "cuda")
-    one, several = (CudaMaps(device, no_experts, staging).linear({"out": 200}, COLUMNS, False) for _ in range(2))
+    one, several = (maps_on(device, staging).linear({"out": 200}, COLUMNS, False) for _ in range(2))
     rows, _ = rows_of(kind, 200, 5)
     targets = [dict(linear.parameters())["out.weight"] for linear in (one, several)]
     for target in targets:
@@ -181,7 +187,7 @@ def test_few_and_many_rows_share_no_counters(
     rng: torch.Generator, pool: Pool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router of a chunk of a prompt, and of a decode step beside it."""
-    head = CudaMaps(device, no_experts, Staging(pool, 1 << 20, pinned=device.type == "cuda")).head(33, COLUMNS)
+    head = maps_on(device, Staging(pool, 1 << 20, pinned=device.type == "cuda")).head(33, COLUMNS)
     ((_, target),) = head.parameters()
     target.expect("Q8_0")
     counters = dict[int, tuple[int, int]]()
@@ -203,7 +209,7 @@ def test_few_and_many_rows_share_no_counters(
 
 def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.device) -> None:
     staging = Staging(pool, 1 << 20, pinned=device.type == "cuda")
-    head = CudaMaps(device, no_experts, staging).head(33, COLUMNS)
+    head = maps_on(device, staging).head(33, COLUMNS)
     ((_, target),) = head.parameters()
     target.expect("Q8_0")
     rows, values = rows_of("Q8_0", 33, 1)
@@ -219,7 +225,7 @@ def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.d
 def test_a_router_is_not_rounded(
     tokens: int, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device
 ) -> None:  # fmt: skip
-    router = CudaMaps(device, no_experts, Staging(pool, 1 << 20, pinned=device.type == "cuda")).router(24, 64, bias)
+    router = maps_on(device, Staging(pool, 1 << 20, pinned=device.type == "cuda")).router(24, 64, bias)
     assert router.weight is not None
     values = {"router.weight": rand(rng, 24, 64), "router.bias": rand(rng, 24)}
     router.weight.copy_(values["router.weight"])

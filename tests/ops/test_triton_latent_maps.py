@@ -9,7 +9,8 @@ from torch import Tensor
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.ops import reference
 from proa.ops.caches import LatentPages
-from proa.ops.cuda_latent import FEW_TOKENS, CudaLatentMaps
+from proa.ops.cuda_latent import FEW_TOKENS, CudaLatentAttention, CudaLatentMaps
+from proa.ops.gpu_traits import GpuTraits
 from proa.ops.table import Angles, Norm
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
@@ -99,7 +100,7 @@ def check_map(got: Tensor, x: Tensor, weight: Tensor) -> None:
 def test_queries_and_values(tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """By Proa's kernel or cuBLAS, on weights in the checkpoint's layout."""
     heads, keys, values, rank, rotary = 3, 24, 16, 32, 8
-    maps = CudaLatentMaps(heads, keys, values, rank, device)
+    maps = CudaLatentMaps(heads, keys, values, rank, device, CudaLatentAttention(GpuTraits(90, 1)))
     weight = rand(rng, heads, keys + values, rank)
     ((name, target),) = maps.parameters()
     assert isinstance(target, Tensor)

@@ -22,6 +22,7 @@ from proa.models.spec import (
     Model,
     Rope,
 )
+from proa.plan import kernels
 from proa.plan.placement import moe_layers
 from proa.plan.plan import Plan
 from proa.plan.prefix_ram import copies_bytes
@@ -75,6 +76,27 @@ def test_latent_kv_in_vram() -> None:
     with pytest.raises(UsageError, match=r"latent attention needs .* 8\.0"):
         plan(LITE, machine(64, gpu(40, capability=(7, 5))), gpu="0")
     assert plan(QWEN3_30B, machine(124, gpu(80, capability=(7, 5))), gpu="0").gpu is not None
+
+
+@pytest.mark.parametrize("rows", [512, 1024, 4096])
+def test_long_prompts_of_latents_have_buffers(rows: int) -> None:
+    """For 16 heads of 16384 tokens at most, beside what rows over latents have planned anyway."""
+    (kernel,) = LATENT.kernels
+    segment = 16 * 16384 * 2 * (128 + 128 + 2 * (128 + 64)) + 16384 * 2 * 576
+    merged = rows * 16 * (4 * (2 * 192 + 4) + 4 * 192 + 4)
+    spared = rows * 16 * 2 * (512 + 576)
+    expected = segment + merged - spared if rows > 512 else 0
+    assert kernels.long_bytes(LITE, rows) == expected
+    assert kernels.FACTS[type(kernel)].long_bytes(kernel, rows) == expected
+
+
+@pytest.mark.parametrize(("rows", "past", "share"), [(512, 8192, 1.0), (2048, 0, None), (2048, 30_000, None)])
+def test_prompts_of_latents_need_fewer_products(rows: int, past: int, share: float | None) -> None:
+    """Per pair 4 x 192 instead of 2 x 1088, and 2 x 512 x 256 for each key."""
+    pairs = rows * past + rows * (rows + 1) // 2
+    expected = (768 * pairs + 262144 * past) / (2176 * pairs) if share is None else share
+    assert kernels.prompt_share(LATENT, rows, past) == pytest.approx(expected)
+    assert kernels.prompt_share(GATED, rows, past) == 1.0
 
 
 def test_all_experts_fit_vram() -> None:

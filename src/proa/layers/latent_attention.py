@@ -1,8 +1,4 @@
-"""Multi-head latent attention: project, rotate and store, attend over latents. Never: pages, masks, batching.
-
-Weights are absorbed: keys and values of heads are never computed. W_k maps the query into the latent space instead,
-and W_v is applied after the weighted sum of latents.
-"""
+"""Multi-head latent attention: project, rotate and store, attend over latents. Never: pages, masks, batching."""
 
 from __future__ import annotations
 
@@ -38,8 +34,7 @@ class LatentAttention:
         angles = Angles(*step.angles[s.rope], s.rope.interleaved)
         q = q.view(len(x), s.heads, s.key_dim + s.rope.dim)
         q = ops.latent_store(q, kv, self.kv_norm, angles, cache, step.batch.slots)
-        seen = ops.latent_attention(self.kv_b.queries(q), cache, step.batch, self.scale)
-        return self.o(self.kv_b.values(seen))
+        return self.o(self.kv_b.attend(q, cache, step.batch, self.scale))
 
     def parameters(self) -> Parameters:
         yield from self.a.parameters()

@@ -138,11 +138,14 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class LatentKernel:
-    """Attention of all heads over latents of `rank` elements and `key_dim` rotary ones."""
+    """Attention of all heads over latents of `rank` elements and `rotary_dim` rotary ones. key_dim, value_dim: elements
+    of a head's key, without the rotary ones, and value, if they are expanded."""
 
     heads: int
     rank: int
+    rotary_dim: int
     key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -398,7 +401,7 @@ class LatentAttention(_Mixer):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return (LatentKernel(self.heads, self.rank, self.rope.dim),)
+        return (LatentKernel(self.heads, self.rank, self.rope.dim, self.key_dim, self.value_dim),)
 
     @property
     def row_values(self) -> int:
@@ -408,7 +411,7 @@ class LatentAttention(_Mixer):
 
     @property
     def pair_flops(self) -> int:
-        """Scores and weighted values are products with latents, as the kernels compute them."""
+        """Scores and weighted values are products with latents. A GPU's prompts may need fewer (plan/kernels.py)."""
         return 2 * self.heads * (2 * self.rank + self.rope.dim)
 
     @property

@@ -64,7 +64,6 @@ class CpuOps:
             gate=self.gate,
             gated_delta=self.gated_delta,
             latent_store=self.latent_store,
-            latent_attention=self.latent_attention,
         )
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -184,13 +183,6 @@ class CpuOps:
             last, angles.cos.data_ptr(), angles.sin.data_ptr(), heads, dim, rotary_dim // 2, angles.interleaved
         )
         return q
-
-    def latent_attention(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-        """`batch` is ignored: the executor sets the program's batch before each step."""
-        heads = q.shape[1]
-        out = self._to.new(heads * cache.rank)
-        self._to.program.add_latent_attention(latent_cache(cache), rows_of(q), rows_of(out), heads, scale)
-        return out.view(len(q), heads, cache.rank)
 
 
 def _in_groups(x: Tensor, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Latent attention on the CPU: recorded products with W_k and W_v. Never: attention, other linear layers."""
+"""Latent attention on the CPU, recorded: products with W_k and W_v, attention over latents. Never: storing latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.native.program import LatentCache
 from proa.ops.caches import LatentPages
 from proa.ops.packed import Memory, Stack
 from proa.ops.recorder import Recorder, rows_of
-from proa.ops.table import Parameters
+from proa.ops.table import AttentionBatch, Parameters
 
 
 class CpuLatentMaps:
@@ -22,7 +22,14 @@ class CpuLatentMaps:
         self._keys = Stack(to.memory, heads, rank, keys, stored={"BF16"})
         self._values = Stack(to.memory, heads, values, rank, stored={"BF16"})
 
+    def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        """`batch` is ignored: the executor sets the program's batch before each step."""
+        queries, out = self.queries(q), self._to.new(self._heads * cache.rank)
+        self._to.program.add_latent_attention(latent_cache(cache), rows_of(queries), rows_of(out), self._heads, scale)
+        return self.values(out.view(len(q), self._heads, cache.rank))
+
     def queries(self, q: Tensor) -> Tensor:
+        """As reference.TorchLatentMaps."""
         rank, keys = self._keys.rows, self._keys.columns
         wide = rank + q.shape[2] - keys
         out = self._to.new(self._heads * wide)
@@ -32,6 +39,7 @@ class CpuLatentMaps:
         return out.view(-1, self._heads, wide)
 
     def values(self, seen: Tensor) -> Tensor:
+        """As reference.TorchLatentMaps."""
         out = self._to.new(self._heads * self._values.rows)
         self._to.program.add_head_linear(
             self._values.matrix, rows_of(seen), seen.shape[2], rows_of(out), self._values.rows

@@ -48,16 +48,16 @@ class CudaOps:
 
     def __init__(
         self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits,
-        attention: CudaAttention, least_rows: int = 1,
+        attention: CudaAttention, latent: CudaLatentAttention, least_rows: int = 1,
     ) -> None:  # fmt: skip
         """traits: of the device; on the meta device, of the GPU that the kernels are compiled for. least_rows, up to
         LINEAR_ROWS: a launch with fewer rows uses the kernels, tiles and splits of so many, so that a row's bits do not
         depend on the number of rows up to there."""
-        self._maps, self._attention = CudaMaps(device, new_experts, staging, least_rows), attention
+        self._maps, self._attention = CudaMaps(device, new_experts, staging, latent, least_rows), attention
         self._least_rows = least_rows
         self._composed_choose = composed_choose(self.rms_norm, self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
-        self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes, least_rows)
+        self._latent = latent
         self._chunk_shape = delta_chunks.shape_for(traits.capability, traits.shared_bytes)
 
     def table(self) -> Ops:
@@ -77,7 +77,6 @@ class CudaOps:
             gate=self.gate,
             gated_delta=self.gated_delta,
             latent_store=self._latent.store,
-            latent_attention=self._latent.attend,
         )
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -206,9 +205,10 @@ class CudaMaps:
     """Makes layers on one GPU; their weights are loaded through the staging memory. least_rows: see CudaOps."""
 
     def __init__(
-        self, device: torch.device, new_experts: NewExperts, staging: Staging, least_rows: int = 1
+        self, device: torch.device, new_experts: NewExperts, staging: Staging, latent: CudaLatentAttention,
+        least_rows: int = 1,
     ) -> None:  # fmt: skip
-        self._device, self._staging, self._least_rows = device, staging, least_rows
+        self._device, self._staging, self._latent, self._least_rows = device, staging, latent, least_rows
         self.experts = new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
@@ -227,7 +227,7 @@ class CudaMaps:
         return CudaMlp(hidden, width, bias, gating, self._device, self._staging, self._least_rows)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CudaLatentMaps:
-        return CudaLatentMaps(heads, keys, values, rank, self._device)
+        return CudaLatentMaps(heads, keys, values, rank, self._device, self._latent)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
         return CudaEmbedding(vocab, hidden, self._device, self._least_rows)

@@ -246,11 +246,6 @@ def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: Laten
     return torch.cat((q[..., :plain], rotary(q[..., plain:], angles.cos, angles.sin, angles.interleaved)), -1)
 
 
-def latent_attention(q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-    rows = cache.rows[:, :, None]
-    return attention(q, KvPages(rows, rows), batch, scale, None)[..., : cache.rank]
-
-
 def gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
@@ -345,11 +340,17 @@ class TorchLatentMaps:
         self.weight = torch.empty(heads * (keys + values), rank, dtype=dtype)
         self._keys, self._values = torch.split(self.weight.view(heads, keys + values, rank), [keys, values], 1)
 
+    def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        rows = cache.rows[:, :, None]  # keys of all heads; their values are the first `rank` dims
+        return self.values(attention(self.queries(q), KvPages(rows, rows), batch, scale, None)[..., : cache.rank])
+
     def queries(self, q: Tensor) -> Tensor:
+        """q [T, heads, K + R] -> [T, heads, rank + R]: W_k^T times the first K dims of each head; the last R copied."""
         plain = self._keys.shape[1]
         return torch.cat((torch.einsum("thk,hkr->thr", q[..., :plain], self._keys), q[..., plain:]), -1)
 
     def values(self, seen: Tensor) -> Tensor:
+        """seen [T, heads, rank] -> [T, heads * V]: W_v times each head's weighted sum of latents."""
         return torch.einsum("thr,hvr->thv", seen, self._values).flatten(1)
 
     def parameters(self) -> Parameters:
@@ -479,6 +480,5 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None, peers: 
         gate=gate,
         gated_delta=gated_delta,
         latent_store=latent_store,
-        latent_attention=latent_attention,
     )
     return ops if peers is None else joined(ops, route, peers)

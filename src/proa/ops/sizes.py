@@ -47,6 +47,8 @@ SEGMENT_TOKENS = (16384, 4096, 2048)
 SHORT_SEGMENT_TOKENS = SEGMENT_TOKENS[1:]
 SEGMENT_VECTORS = 65536
 SEGMENTS_MERGED = 3  # most segments merged by one launch
+EXPANDED_BYTES = 320 << 20  # keys and values of a segment of latents, for a group of heads
+EXPANDED_MARGIN = 1.25  # they must need so many times fewer FLOPs than latents: they are written and read again
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels
@@ -128,6 +130,41 @@ def latent_splits(sequences: int, tiles: int, processors: int) -> int:
     alone = -(-processors // tiles)
     together = -(-2 * processors // (sequences * tiles))
     return max(1, min(alone, together, MOST_SPLITS))
+
+
+def latent_flops(rows: int, past: int, rank: int, rotary: int, keys: int, values: int) -> tuple[int, int]:
+    """FLOPs of a head of latent attention for `rows` rows after `past` positions, W_k and W_v included: over latents,
+    and over keys and values that are expanded from them, the values padded to the keys' dims. keys, values: K and V."""
+    pairs, maps = rows * past + rows * (rows + 1) // 2, 2 * rank * (keys + values)
+    return 2 * (2 * rank + rotary) * pairs + maps * rows, 4 * (keys + rotary) * pairs + maps * (past + rows)
+
+
+def expands(rows: int, past: int, rank: int, rotary: int, keys: int, values: int) -> bool:
+    """Whether a prompt's latent attention expands keys and values: where that takes clearly fewer FLOPs. Not for so
+    few rows that their step may be a graph, which keeps what it was recorded with."""
+    if rows <= PROMPT_ROWS[-1] or values > keys + rotary:
+        return False
+    absorbed, expanded = latent_flops(rows, past, rank, rotary, keys, values)
+    return EXPANDED_MARGIN * expanded <= absorbed
+
+
+def expanded_head_bytes(tokens: int, rotary: int, keys: int, values: int) -> int:
+    """Bytes of a head's keys and values of so many tokens: the products with W_k and W_v, whole keys, padded values."""
+    return 2 * tokens * (keys + values + 2 * (keys + rotary))
+
+
+def expanded_heads(tokens: int, heads: int, rotary: int, keys: int, values: int) -> int:
+    """Heads whose keys and values of so many tokens fit into EXPANDED_BYTES, at least one."""
+    return max(1, min(heads, EXPANDED_BYTES // expanded_head_bytes(tokens, rotary, keys, values)))
+
+
+def expanded_bytes(rows: int, heads: int, rank: int, rotary: int, keys: int, values: int) -> int:
+    """Bytes of the buffers of latent attention with expanded keys and values, for up to `rows` rows: keys and values of
+    a segment, its latents, results that are merged at once, and in float32 merged results and sums of exponentials."""
+    tokens, dims = max(SEGMENT_TOKENS[0], rows), keys + rotary
+    group = expanded_heads(tokens, heads, rotary, keys, values)
+    merged = rows * group * ((SEGMENTS_MERGED + 1) * (2 * dims + 4) + 4 * dims + 4)
+    return group * expanded_head_bytes(tokens, rotary, keys, values) + 2 * tokens * (rank + rotary) + merged
 
 
 def delta_chunk_floats(rows: int, heads: int) -> int:

@@ -224,12 +224,6 @@ class LatentStore(Protocol):
         cover all R dims."""
 
 
-class LatentAttention(Protocol):
-    def __call__(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-        """Causal attention of q [T, heads, rank + R] over each sequence's pages -> [T, heads, rank]: keys of every head
-        are the cached rows, values their latents. Softmax in float32."""
-
-
 class Sink(Protocol):
     """The destination of a parameter that is not a plain tensor in RAM (packed, or on a GPU). The loader passes it rows
     in any order."""
@@ -311,14 +305,14 @@ class Underway(Protocol):
 
 
 class LatentMaps(Protocol):
-    """Latent attention's W_k [K, rank] and W_v [V, rank] per head, in bfloat16 (reference: the model's dtype).
-    Parameter: "kv_b.weight" [heads * (K + V), rank]."""
+    """Latent attention's W_k [K, rank] and W_v [V, rank] per head, in bfloat16 (reference: the model's dtype), and
+    attention through them. Parameter: "kv_b.weight" [heads * (K + V), rank]."""
 
-    def queries(self, q: Tensor) -> Tensor:
-        """q [T, heads, K + R] -> [T, heads, rank + R]: W_k^T times the first K dims of each head; the last R copied."""
-
-    def values(self, seen: Tensor) -> Tensor:
-        """seen [T, heads, rank] -> [T, heads * V]: W_v times each head's weighted sum of latents."""
+    def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of q [T, heads, K + R] over each sequence's pages -> [T, heads * V]. A cached row is a
+        latent and a rotary key: a head's key is W_k latent, then the rotary key; its value is W_v latent. Softmax in
+        float32. The order of the products is free: W_k^T q and the weighted sum of latents instead of keys and values
+        are the same sums."""
 
     def parameters(self) -> Parameters: ...
 
@@ -430,7 +424,6 @@ class Ops:
     gate: Gate
     gated_delta: GatedDelta
     latent_store: LatentStore
-    latent_attention: LatentAttention
 
 
 def batch_of(

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from proa.machine.machine import Gpu
-from proa.models.mixers import AttentionKernel, DeltaKernel, Kernel, LatentKernel
+from proa.models.mixers import AttentionKernel, DeltaKernel, Kernel, LatentKernel, Mixer
 from proa.models.spec import Model
 from proa.ops import sizes
 from proa.plan.device import best_effort
@@ -26,6 +26,7 @@ class Facts:
     beyond_cpu, beyond_gpu: the reason why the native kernels, or a GPU's, cannot compute it; "" if they can.
     decode_floats: float32 elements of a GPU's partial results, in a decode step of so many sequences. row_floats: those
     of a step of so many rows. long_bytes: bytes of the buffers for prompts with a long past, in such a step.
+    prompt_share: the part of Mixer.pair_flops that a GPU computes for so many rows of a prompt after so many others.
     """
 
     beyond_cpu: Callable[[Any], str] = lambda kernel: ""
@@ -33,6 +34,7 @@ class Facts:
     decode_floats: Callable[[Any, int], int] = lambda kernel, sequences: 0
     row_floats: Callable[[Any, int], int] = lambda kernel, rows: 0
     long_bytes: Callable[[Any, int], int] = lambda kernel, rows: 0
+    prompt_share: Callable[[Any, int, int], float] = lambda kernel, rows, past: 1.0
 
 
 def beyond_cpu(spec: Model) -> str:
@@ -71,7 +73,13 @@ def chunks_bytes(spec: Model, batch_tokens: int) -> int:
 
 def long_bytes(spec: Model, batch_tokens: int) -> int:
     """Bytes of the buffers for prompts with a long past, for the kernel that needs most."""
-    return max((FACTS[type(k)].long_bytes(k, batch_tokens) for k in growing_attention(spec)), default=0)
+    growing = (kernel for mixer in spec.mixers if mixer.seen(inf) == inf for kernel in mixer.kernels)
+    return max((FACTS[type(k)].long_bytes(k, batch_tokens) for k in growing), default=0)
+
+
+def prompt_share(mixer: Mixer, rows: int, past: int) -> float:
+    """The part of Mixer.pair_flops that a GPU computes for so many rows of a prompt after `past` others."""
+    return min((FACTS[type(k)].prompt_share(k, rows, past) for k in mixer.kernels), default=1.0)
 
 
 def growing_attention(spec: Model) -> list[AttentionKernel]:
@@ -83,6 +91,11 @@ def growing_attention(spec: Model) -> list[AttentionKernel]:
         if isinstance(kernel, AttentionKernel) and mixer.seen(inf) == inf
     }
     return list(found)
+
+
+def latent_kernels(spec: Model) -> list[LatentKernel]:
+    """The different kernels of latent attention of a model, in the order of layers."""
+    return [kernel for kernel in _kernels(spec) if isinstance(kernel, LatentKernel)]
 
 
 def _kernels(spec: Model) -> dict[Kernel, None]:
@@ -116,7 +129,7 @@ def _segment_bytes(of: AttentionKernel, rows: int) -> int:
 
 
 def _latent_on_cpu(of: LatentKernel) -> str:
-    width = of.rank + of.key_dim
+    width = of.rank + of.rotary_dim
     if width <= CPU_MOST_DIM:
         return ""
     return f"latents have {width} elements with their rotary part, more than {CPU_MOST_DIM}"
@@ -124,8 +137,8 @@ def _latent_on_cpu(of: LatentKernel) -> str:
 
 def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
     rank, key = sizes.MOST_LATENT_RANK, sizes.MOST_LATENT_KEY
-    if of.rank > rank or of.key_dim > key:
-        return f"latents have {of.rank} elements and {of.key_dim} rotary ones; the most are {rank} and {key}"
+    if of.rank > rank or of.rotary_dim > key:
+        return f"latents have {of.rank} elements and {of.rotary_dim} rotary ones; the most are {rank} and {key}"
     old = best_effort(gpu)
     return "latent attention needs matrix instructions for bfloat16, compute capability 8.0" if old else ""
 
@@ -133,6 +146,25 @@ def _latent_on_gpu(of: LatentKernel, gpu: Gpu) -> str:
 def _latent_floats(of: LatentKernel, sequences: int) -> int:
     splits = sizes.latent_splits(sequences, -(-of.heads // sizes.LATENT_HEADS), sizes.MOST_PROCESSORS)
     return sizes.attention_floats(sequences, of.heads, of.rank, splits)
+
+
+def _expanded_bytes(of: LatentKernel, rows: int) -> int:
+    """Less the buffers of rows over latents, which are planned with the rows (LatentAttention.row_values) and which no
+    row needs whose keys and values are expanded."""
+    if rows <= sizes.PROMPT_ROWS[-1]:
+        return 0
+    nbytes = sizes.expanded_bytes(rows, of.heads, of.rank, of.rotary_dim, of.key_dim, of.value_dim)
+    return max(0, nbytes - 2 * rows * of.heads * (2 * of.rank + of.rotary_dim))
+
+
+def _expanded_share(of: LatentKernel, rows: int, past: int) -> float:
+    """W_k and W_v of the rows themselves are counted with the layer's weights."""
+    widths = of.rank, of.rotary_dim, of.key_dim, of.value_dim
+    if not sizes.expands(rows, past, *widths):
+        return 1.0
+    maps = 2 * rows * of.rank * (of.key_dim + of.value_dim)
+    absorbed, expanded = sizes.latent_flops(rows, past, *widths)
+    return (expanded - maps) / (absorbed - maps)
 
 
 def _delta_on_cpu(of: DeltaKernel) -> str:
@@ -154,6 +186,12 @@ FACTS: dict[type[Kernel], Facts] = {
         row_floats=_prompt_floats,
         long_bytes=_segment_bytes,
     ),
-    LatentKernel: Facts(_latent_on_cpu, beyond_gpu=_latent_on_gpu, decode_floats=_latent_floats),
+    LatentKernel: Facts(
+        _latent_on_cpu,
+        _latent_on_gpu,
+        decode_floats=_latent_floats,
+        long_bytes=_expanded_bytes,
+        prompt_share=_expanded_share,
+    ),
     DeltaKernel: Facts(_delta_on_cpu, row_floats=_delta_floats),
 }

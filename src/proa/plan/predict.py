@@ -23,6 +23,7 @@ from proa.ops.sizes import PROMPT_ROWS
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
+from proa.plan.kernels import prompt_share
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
 from proa.plan.speeds import Speed, Speeds
@@ -235,7 +236,11 @@ def _dense_term(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -
     spec, at = work.spec, first + rows / 2
     nbytes = work.dense_bytes + _past_bytes(plan, spec, first)
     flops = rows * work.dense_flops
-    past_flops = rows * sum(mixer.pair_flops * mixer.seen(at) for mixer in spec.mixers)
+    # Plain torch computes all; so do prompts with --deterministic.
+    fewer = plan.gpu is not None and not plan.gpu.simulated and not plan.deterministic
+    shares = [prompt_share(mixer, rows, first) if fewer else 1.0 for mixer in spec.mixers]
+    pairs = zip(spec.mixers, shares, strict=True)
+    past_flops = rows * sum(share * mixer.pair_flops * mixer.seen(at) for mixer, share in pairs)
     if rates.vram is None:
         return _longer((RAM, _seconds(nbytes, rates.ram)), (CPU, _seconds(flops + past_flops, rates.cpu)))
     gpu_s = _seconds(flops, rates.gpu) + _seconds(past_flops, rates.gpu_attention)

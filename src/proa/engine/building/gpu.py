@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building import latent_trial
 from proa.engine.building.attention_trial import AttentionTrial
 from proa.engine.building.bound import Bound
 from proa.engine.building.compile_ahead import compile_ahead
@@ -65,6 +66,7 @@ from proa.ops.caches import Caches
 from proa.ops.cuda import CudaOps
 from proa.ops.cuda_attention import CudaAttention
 from proa.ops.cuda_device import device_ops
+from proa.ops.cuda_latent import CudaLatentAttention
 from proa.ops.gpu_traits import traits_of
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
@@ -115,7 +117,10 @@ class GpuBuild:
         self._trial = AttentionTrial(plan, spec, self._device, self._traits)
         least = least_rows(plan)
         self._attention = CudaAttention(self._traits, least, deterministic=plan.deterministic)
-        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention, least)
+        self._latent = CudaLatentAttention(self._traits, least)
+        ops = CudaOps(
+            self._device, self._hybrid.new_experts, self._staging, self._traits, self._attention, self._latent, least
+        )
         self.model, self._ops = Decoder(spec, ops.table()), device_ops(self._device, self._traits.capability)
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
@@ -186,8 +191,10 @@ class GpuBuild:
         segmented, row = self._trial.result(caches)
         if segmented is not None:
             self._attention.bind(segmented)
-        if row is not None:
-            self._decisions.append(row)
+        expanded, latent_row = latent_trial.result(self._plan, self._spec, caches, self._traits)
+        if expanded is not None:
+            self._latent.bind(expanded)
+        self._decisions += filter(None, (row, latent_row))
 
     def _register(self) -> Registered | None:
         """Pin the experts in RAM with the driver, if they are copied or read in place."""

@@ -44,14 +44,16 @@ from proa.ops.bell_block import STATE_WORDS, Bell
 from proa.ops.cuda import CudaOps
 from proa.ops.cuda_attention import CudaAttention, SegmentedAttention, segments_of, tiles_of
 from proa.ops.cuda_device import device_ops
+from proa.ops.cuda_latent import CudaLatentAttention
 from proa.ops.cuda_pages import RunMover
 from proa.ops.device_table import DeviceOps
+from proa.ops.expanded_latents import ExpandedAttention
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.packed import Memory
 from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, SHORT_SEGMENT_TOKENS, segment_rows, warm_rows
 from proa.ops.staging import Staging
 from proa.ops.table import NextRouter
-from proa.plan.kernels import growing_attention
+from proa.plan.kernels import growing_attention, latent_kernels
 from proa.plan.plan import GpuPlan, Plan
 
 META = torch.device("meta")
@@ -144,9 +146,11 @@ class Stage:
         traits = GpuTraits(capability, _PROCESSORS)
         least = least_rows(plan)
         attention = CudaAttention(traits, least, deterministic=plan.deterministic)
+        latent = CudaLatentAttention(traits, least)
         if not plan.deterministic:
             attention.bind(SegmentedAttention(_no_rectangle, traits))
-        ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention, least)
+            latent.bind(ExpandedAttention(_no_causal, plan.max_batch_tokens))
+        ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention, latent, least)
         self._model = Decoder(of.spec, ops.table())
         for name, target in self._model.parameters():
             if not isinstance(target, Tensor):
@@ -218,11 +222,17 @@ class Stage:
     def _long_pasts(self) -> Iterator[Callable[[], None]]:
         """Prompts after pasts whose segments are merged in one launch, two, and three."""
         limits, heads = self._limits, {kernel.heads for kernel in growing_attention(self._spec)}
+        latent = bool(latent_kernels(self._spec))
         for beside in (False, True) if self._plan.prompts_may_run_beside else (False,):
             found = {at for n in heads for at in long_pasts(limits.rows, limits.context_tokens, n, beside=beside)}
+            found |= set(latent_pasts(limits.rows, limits.context_tokens, beside=beside)) if latent else set()
             for past, rows in sorted(found):
-                spans = (Span(range(rows), past, (), past + rows),)
-                yield partial(self._on.run, self._on.inputs, rows, spans, beside_decode=beside)
+                yield partial(self.prompt_after, past, rows, beside=beside)
+
+    def prompt_after(self, past: int, rows: int, *, beside: bool) -> None:
+        """beside: decode steps."""
+        spans = (Span(range(rows), past, (), past + rows),)
+        self._on.run(self._on.inputs, rows, spans, beside_decode=beside)
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)
@@ -267,6 +277,15 @@ def long_pasts(
             yield past, rows
 
 
+def latent_pasts(most_rows: int, context_tokens: int, *, beside: bool = False) -> Iterator[tuple[int, int]]:
+    """(past, rows) of prompts whose keys and values are expanded and whose segments are merged in one launch, and in
+    several. beside: decode steps."""
+    segment = (SHORT_SEGMENT_TOKENS if beside else SEGMENT_TOKENS)[0]
+    for past in (segment, (SEGMENTS_MERGED + 1) * segment):
+        if past + most_rows <= context_tokens:
+            yield past, most_rows
+
+
 def merges(covered: int, *, beside: bool = False) -> int:
     """The number of launches that merge the segments of so many positions, at most 3: more have the kernels of 3.
     beside: decode steps."""
@@ -286,6 +305,12 @@ def _dense(most: int) -> list[int]:
 def _no_rectangle(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Results in the layout that cuDNN returns."""
     return torch.empty_like(q), torch.empty(*q.shape[:3], 1, device=META)
+
+
+def _no_causal(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Results in the layout that flash-attention returns."""
+    rows, heads, _ = q.shape
+    return torch.empty(q.shape, dtype=q.dtype, device=META), torch.empty(heads, rows, device=META)
 
 
 class _NoAngles:

@@ -59,7 +59,7 @@ def _add(acc, most, total, out, sizes, factor, some, mine):
     return acc * shrink[:, None] + found * (weight * factor)[:, None], more, total * shrink + weight
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "sizes_head"])  # rows of a prompt, for some libraries
 def _merge(
     first, first_sizes, out_0, out_1, out_2, sizes_0, sizes_1, sizes_2, to, to_sizes, count, factor,
     first_row, part_row, part_head, sizes_head, to_row,
@@ -139,9 +139,10 @@ def variants() -> Iterator[Variant]:
     for first, to in (("*bf16", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*bf16"), ("*fp32", "*fp32")):
         types = dict.fromkeys(outs, "*bf16") | dict.fromkeys((*sizes, "first_sizes", "to_sizes"), "*fp32")
         types |= {"first": first, "to": to, "count": "i32", "factor": "fp32"} | dict.fromkeys(rows, "i32")
-        merged: dict[str, object] = {"HEADS": 32, "DIM": 128, "WIDE": 128, "TILE": MERGED}
         multiples = (*outs, *sizes, *rows, "first", "first_sizes", "to", "to_sizes")
-        yield Variant(_merge, types, merged, aligned=multiples, least=80)
+        for heads, dim in ((32, 128), (16, 192))[: 1 if to == "*bf16" else 2]:  # 192: expanded latents, merged in fp32
+            merged: dict[str, object] = {"HEADS": heads, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
+            yield Variant(_merge, types, merged | {"TILE": MERGED}, aligned=multiples, least=80)
 
 
 def new_segment(tokens: int, kv_heads: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Latent attention of prompts by expanded keys and values: W_k and W_v are applied to a segment's latents, and a
-library's attention computes heads of K + R dims. gpu_latent.py times it beside absorbed weights, which the engine uses
-(docs/missed.md). Never: storing latents, absorbed weights.
+library's attention computes heads of K + R dims. Never: storing latents, attention over latents, which of the two.
 
-Absorbed, a head takes 2 (2 rank + R) FLOPs per row and key. Expanded it takes 4 (K + R), values being padded to the
+Over latents a head takes 2 (2 rank + R) FLOPs per row and key. Expanded it takes 4 (K + R), values being padded to the
 keys' dims, and 2 rank (K + V) per key for each chunk of rows. With DeepSeek-V3's widths these are 2176, 768 and
 262144.
 """
@@ -17,12 +16,9 @@ import torch
 from torch import Tensor
 
 from proa.ops.caches import LatentPages
-from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED
+from proa.ops.sizes import SEGMENT_TOKENS, SEGMENTS_MERGED, SHORT_SEGMENT_TOKENS, expanded_heads
 from proa.ops.triton import attention_segments
 from proa.ops.triton.attention_segments import Part
-
-EXPANDED_BYTES = 320 << 20  # keys and values of a segment, for a group of heads
-MARGIN = 1.25  # expanded keys and values must need so many times fewer FLOPs: they are written and read again
 
 
 class Causal(Protocol):
@@ -51,15 +47,6 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
     return out, sizes
 
 
-def pays(rows: int, past: int, rank: int, rotary: int, keys: int, values: int) -> bool:
-    """Whether expanded keys and values take clearly fewer FLOPs than absorbed weights, for rows after so many earlier
-    positions. keys, values: K and V."""
-    pairs, maps = rows * past + rows * (rows + 1) // 2, 2 * rank * (keys + values)
-    absorbed = 2 * (2 * rank + rotary) * pairs + maps * rows
-    expanded = 4 * (keys + rotary) * pairs + maps * (past + rows)
-    return values <= keys + rotary and MARGIN * expanded <= absorbed
-
-
 def segments_for(rows: int, past: int, most: int, page_tokens: int) -> list[tuple[int, int]]:
     """(first position, tokens) of the segments of a sequence, each from the start of a page on. The last holds all
     rows; it has more than `most` tokens only if the rows and a part of a page do. most: a multiple of page_tokens."""
@@ -77,22 +64,31 @@ def segments_for(rows: int, past: int, most: int, page_tokens: int) -> list[tupl
 class ExpandedAttention:
     """Attention of one sequence's rows at a time."""
 
-    def __init__(self, causal: Causal, most_tokens: int = SEGMENT_TOKENS[0], most_bytes: int = EXPANDED_BYTES) -> None:
-        self._causal, self._most_tokens, self._most_bytes = causal, most_tokens, most_bytes
+    def __init__(
+        self, causal: Causal, most_rows: int, tokens: int = SEGMENT_TOKENS[0],
+        short_tokens: int = SHORT_SEGMENT_TOKENS[0],
+    ) -> None:  # fmt: skip
+        """most_rows: of a step. tokens: of a sequence's segments; short_tokens: of those beside decode steps. Multiples
+        of a page's."""
+        self._causal, self._most_rows = causal, most_rows
+        self._tokens, self._short_tokens = tokens, short_tokens
 
     def attend(
-        self, q: Tensor, weight: Tensor, cache: LatentPages, pages: Tensor, past: int, scale: float, out: Tensor
-    ) -> None:
+        self, q: Tensor, weight: Tensor, cache: LatentPages, pages: Tensor, past: int, scale: float, out: Tensor,
+        *, beside_decode: bool,
+    ) -> None:  # fmt: skip
         """q [rows, heads, K + R], the rows after `past` positions, which are stored; weight [heads, K + V, rank];
         pages int32 [max pages]: those of the sequence; out [rows, heads, V]. bfloat16."""
-        (rows, heads, dim), wide = q.shape, weight.shape[1]
-        segments = segments_for(rows, past, self._most_tokens, cache.rows.shape[1])
-        most = max(tokens for _, tokens in segments)
-        group = max(1, min(heads, self._most_bytes // (2 * most * (wide + 2 * dim))))
+        (rows, heads, dim), values, page_tokens = q.shape, out.shape[2], cache.rows.shape[1]
+        keys, most = weight.shape[1] - values, self._short_tokens if beside_decode else self._tokens
+        segments = segments_for(rows, past, most, page_tokens)
+        # Merging kernels are compiled for a number of heads, which must not depend on the prompt.
+        longest = past + rows if len(segments) == 1 else max(most, self._most_rows + page_tokens)
+        group = expanded_heads(longest, heads, dim - keys, keys, values)
         for first in range(0, heads, group):
             mine = slice(first, first + group)
             found = self._group(q[:, mine], weight[mine], cache, pages, segments, scale)
-            out[:, mine] = found[..., : out.shape[2]]
+            out[:, mine] = found[..., :values]
 
     def _group(
         self, q: Tensor, weight: Tensor, cache: LatentPages, pages: Tensor, segments: Sequence[tuple[int, int]],
