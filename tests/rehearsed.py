@@ -23,6 +23,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key
 
+from live_bytes import LiveBytes
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.building import rehearsal
@@ -33,6 +34,8 @@ from proa.engine.executors.batch import step_limits
 from proa.machine.absent import with_gpu
 from proa.machine.probe import probe
 from proa.ops import ahead
+from proa.plan import vram
+from proa.plan.kernels import long_bytes
 from proa.plan.prepare import Prepared
 from quick_plan import prepare
 
@@ -107,6 +110,23 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 
 
+def rows_in_vram(prepared: Prepared) -> dict[str, int]:
+    """Bytes of the rows of the largest steps with prompts, behind no past and the longest, and those planned for them
+    beside the experts' workspaces, which are made at the start."""
+    plan, spec = prepared.plan, prepared.declared.spec
+    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
+    assert plan.gpu is not None
+    stage = rehearsal.Stage(plan, rehearsal.Shown(spec, stored, plan.gpu), top_k(spec), CAPABILITY)
+    rows, counted = min(plan.max_batch_tokens, plan.context_tokens), LiveBytes()
+    with keys_of_compiler(), torch.inference_mode():
+        for past in (0, plan.context_tokens - rows):
+            stage.prompt_after(past, rows, beside=False)
+            with counted:
+                stage.prompt_after(past, rows, beside=False)
+    planned = vram.rows_bytes(spec, rows, stored) - vram.experts_bytes(spec, stored, rows)
+    return {"rows_bytes": counted.peak, "planned_bytes": planned + long_bytes(spec, rows)}
+
+
 def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -> dict[str, Any]:
     prepared = planned(path, vram, **options)
     plan, spec = prepared.plan, prepared.declared.spec
@@ -131,6 +151,7 @@ def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -
         "not_rehearsed": len(swept - ours),
         "most_rows": plan.max_batch_tokens,
         "running": plan.max_running,
+        **rows_in_vram(prepared),
     }
 
 

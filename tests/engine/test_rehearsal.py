@@ -145,6 +145,13 @@ def test_no_number_of_rows_needs_more(rehearsed: dict[str, dict[str, Any]], name
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *LONG, *TINY])
+def test_the_plan_has_room_for_the_rows_of_prompts(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    """Tensors that live at the same time, without what an allocator loses between them."""
+    found = rehearsed[name]
+    assert 0 < found["rows_bytes"] <= found["planned_bytes"]
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *LONG, *TINY])
 def test_batch_sizes_share_variants(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     counts = {k: n for k, n in rehearsed[name]["counts"].items() if k not in BY_SHAPE}
     assert max(counts.values()) <= MOST_OF_A_KERNEL, counts

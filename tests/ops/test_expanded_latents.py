@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.triton_bounds import rand
-from proa.ops import reference, sizes
+from proa.ops import cuda_latent, reference, sizes
 from proa.ops.caches import LatentPages
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.expanded_latents import Causal, ExpandedAttention, flash, segments_for
@@ -127,14 +127,21 @@ class Watched(ExpandedAttention):
 
 @pytest.mark.parametrize(
     ("q_lens", "pasts", "chosen"),
-    [((600,), (64,), [0]), ((3, 600, 17, 1), (70, 0, 40, 5), [1]), ((513, 520), (0, 64), [0, 1]), ((512,), (64,), [])],
+    [
+        ((600,), (64,), [0]),
+        ((3, 600, 17, 1), (70, 0, 40, 5), [1]),
+        ((513, 520), (0, 64), [0, 1]),
+        ((40, 3, 60), (64, 200, 0), []),
+    ],
 )
 @pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rows_at_once", [1024, 16])
 def test_sequences_of_a_step(
-    q_lens: tuple[int, ...], pasts: tuple[int, ...], chosen: list[int], beside: bool, rng: torch.Generator,
-    device: torch.device,
+    q_lens: tuple[int, ...], pasts: tuple[int, ...], chosen: list[int], beside: bool, rows_at_once: int,
+    rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Those that gain have their keys and values expanded, the others attend over latents."""
+    """Those that gain have their keys and values expanded, the others attend over latents, some rows at a time."""
+    monkeypatch.setattr(cuda_latent, "LATENT_ROWS", rows_at_once)
     heads, keys, values, rank, rotary = 2, 8, 8, 32, 8
     kv_lens, rows = [a + b for a, b in zip(q_lens, pasts, strict=True)], sum(q_lens)
     counts = [-(-n // PAGE) for n in kv_lens]

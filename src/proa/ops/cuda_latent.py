@@ -8,6 +8,7 @@ the weighted sums back. Long parts of prompts may have a head's keys and values 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 import torch
@@ -23,6 +24,8 @@ from proa.ops.triton import latent_attention
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
 
+# Rows that attend over latents at once: with 128 heads of DeepSeek-V3 their queries and sums take 279 KB each.
+LATENT_ROWS = 1024
 FEW_TOKENS = 64  # up to this many, head_linear reads each head's weights once or a few times; above, cuBLAS is faster
 
 
@@ -78,7 +81,14 @@ class CudaLatentMaps:
         return self._absorbed(q, cache, batch.on_device, scale)
 
     def _absorbed(self, q: Tensor, cache: LatentPages, at: DeviceBatch, scale: float) -> Tensor:
-        return self.values(self._attention.over_latents(self.queries(q), cache, at, scale))
+        if at.rows_each == 1 or len(q) <= LATENT_ROWS:
+            return self.values(self._attention.over_latents(self.queries(q), cache, at, scale))
+        out = torch.empty(len(q), q.shape[1] * self._values.shape[2], dtype=q.dtype, device=q.device)
+        for first in range(0, len(q), LATENT_ROWS):
+            end = min(first + LATENT_ROWS, len(q))
+            queries, part = self.queries(q[first:end]), _rows_of(at, first, end)
+            out[first:end] = self.values(self._attention.over_latents(queries, cache, part, scale))
+        return out
 
     def _divided(
         self, q: Tensor, cache: LatentPages, batch: AttentionBatch, expanded: ExpandedAttention,
@@ -125,6 +135,12 @@ class CudaLatentMaps:
 
     def parameters(self) -> Parameters:
         yield "kv_b.weight", self.weight
+
+
+def _rows_of(at: DeviceBatch, first: int, end: int) -> DeviceBatch:
+    """Rows first <= t < end of a prompt's batch: of every sequence those among them, often none."""
+    starts, ends = at.q_starts.clamp(first, end) - first, at.q_starts[1:]
+    return replace(at, q_starts=starts, kv_lens=at.kv_lens - (ends - ends.clamp(max=end)))
 
 
 def _part_of(at: DeviceBatch, first: int, end: int) -> DeviceBatch:
