@@ -20,6 +20,7 @@ import programs
 from openai_stub import Stub, serve_stub
 from proa.cli import server_process as process_module
 from proa.cli.api_client import ApiClient, Piece, Served, Usage
+from proa.cli.chat import _line_reader
 from proa.cli.chat_session import SETTINGS, Session, parse_setting
 from proa.cli.server_process import server_process
 from proa.errors import ProaError, RequestError, UsageError
@@ -166,6 +167,14 @@ ANSWER = ("assistant", "Hello wörld!")
 def test_a_conversation_grows(stub: Stub) -> None:
     talk(stub, "one", "", "  two ")
     assert said(stub) == [("user", "one"), ANSWER, ("user", "two")]
+
+
+def test_the_end_of_input_ends_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: Terminal()())
+    read = _line_reader()
+    with pytest.raises(EOFError):
+        read()
+    assert capsys.readouterr().out == "\n"
 
 
 def test_clear_system_retry_exit(stub: Stub) -> None:

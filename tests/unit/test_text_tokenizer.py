@@ -227,6 +227,13 @@ def test_damaged_files_are_named(folder: Path, name: str, content: str) -> None:
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_byte_order_mark_is_no_damage(folder: Path, name: str) -> None:
+    before = Tokenizer.load(folder).eos_token_ids
+    (folder / name).write_text((folder / name).read_text("utf-8") if (folder / name).exists() else "{}", "utf-8-sig")
+    assert Tokenizer.load(folder).eos_token_ids == before
+
+
 def test_other_vocabularies_go_through_transformers(folder: Path) -> None:
     original = Tokenizer.load(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]

@@ -90,4 +90,11 @@ def _prompt(given: str | None) -> str | None:
 def _line_reader() -> Callable[[], str]:
     import readline  # noqa: F401 - the import itself gives input() line editing and history
 
-    return lambda: input("> ")
+    def read() -> str:
+        try:
+            return input("> ")
+        except EOFError:
+            sys.stdout.write("\n")  # ends the line of the prompt, where the shell goes on
+            raise
+
+    return read

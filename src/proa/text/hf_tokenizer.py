@@ -92,7 +92,7 @@ def read_folder(folder: Path) -> TokenizerSource:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())  # with a byte order mark or without, as for weights
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
