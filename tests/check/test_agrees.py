@@ -204,6 +204,27 @@ def test_sampled_layers(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     assert len(report.layers) < 9
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deterministic": True},
+        {"expert_placement": "frequency", "expert_counts": "counts.json"},
+        {"gpu_resident_layers": "0-2"},
+        {"vram_moves": "on"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_serve_leave_paths_as_they_are(options: dict[str, Any], tmp_path: Path, monkeypatch: Patch) -> None:
+    """Of its three layers two are sampled, with a file of counts and layer numbers of the whole model."""
+    name = "experts in VRAM and RAM"
+    report = checked(
+        make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only=name, number=0, most_bytes=1, **options
+    )
+    assert len(report.layers) == 2
+    assert [path.name for path in report.observed] == [f"simulated GPU, {name}"]
+    assert report.agrees
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "smollm2"])
 def test_a_head_in_parts(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(proa.check.compare, "_HEAD_ROWS", 100)

@@ -139,6 +139,19 @@ def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
     assert store.evicted_files == 1
 
 
+def test_a_use_that_was_only_noted_counts_for_eviction(tmp_path: Path) -> None:
+    """A prefix that many prompts take from VRAM was noted as used, and its files were deleted all the same."""
+    store = FileStore(tmp_path, ROOT, LIMIT)
+    for number in range(6):
+        write(store, number)
+    for file in found(tmp_path):
+        os.utime(file, (1, 1))
+    store.touch(key_of(0))
+    write(store, 6)
+    assert store.has(key_of(0))
+    assert store.evicted_files == 1
+
+
 def test_a_full_folder_is_not_listed_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing 20,000 files takes some 80 ms of Python, which a step of the engine may wait for."""
     store, lists, entries = FileStore(tmp_path, ROOT, 200 * (SIZE + 200)), 0, files._entries
@@ -187,20 +200,61 @@ def test_a_full_disk_stops_writing_only(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("kept", [6, 3])
+def test_files_that_cannot_be_deleted_stay_known(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full folder that is read-only by now: its files can be restored, and none counts as evicted."""
+    store = FileStore(tmp_path, ROOT, LIMIT)
+    for number in range(6):
+        write(store, number)
+        (newest,) = (file for file in found(tmp_path) if key_of(number).hex() in file.name)
+        os.utime(newest, (number, number))
+    stored, unlink = store.stored_bytes, Path.unlink
+    readonly = [file for number in range(kept) for file in found(tmp_path) if key_of(number).hex() in file.name]
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path in readonly:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert write(store, 6) == (kept < 6)
+    assert [store.has(key_of(number)) for number in range(kept)] == [True] * kept
+    assert (store.evicted_files, store.failed_writes, store.stored_bytes) == (kept < 6, kept == 6, stored)
+    assert sum(file.stat().st_size for file in found(tmp_path)) == stored
+
+
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ResourceError, match="--prefix-cache-dir"):
         FileStore(tmp_path / "file", ROOT, LIMIT)
 
 
-def test_files_of_killed_engines_are_removed(tmp_path: Path) -> None:
-    old, new = tmp_path / "1-0.tmp", tmp_path / "2-0.tmp"
-    for file in (old, new):
-        file.write_bytes(b"x")
+def test_files_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", killed)
+        for number in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                write(FileStore(tmp_path, ROOT, LIMIT), number)
+    old, new = tmp_path.glob("*.tmp")
     os.utime(old, (1, 1))
     FileStore(tmp_path, ROOT, LIMIT)
     assert not old.exists()
     assert new.exists()
+
+
+@pytest.mark.parametrize("name", ["notes.tmp", "0123456789abcdef.tmp.tmp", "cache.kv", "a-b.kv"])
+def test_other_programs_files_stay(name: str, tmp_path: Path) -> None:
+    """Their names end as ours, they are old, and the folder is full."""
+    other = tmp_path / name
+    other.write_bytes(b"x" * LIMIT)
+    os.utime(other, (1, 1))
+    store = FileStore(tmp_path, ROOT, LIMIT)
+    assert (store.stored_bytes, store.foreign_files) == (0, 0)
+    assert all(write(store, number) for number in range(9))
+    assert other.stat().st_size == LIMIT
 
 
 def test_another_engines_files_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

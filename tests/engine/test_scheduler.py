@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from proa.cache.pages import IntegrityError
@@ -10,6 +12,7 @@ from proa.engine.scheduling.step_plan import StepPlan
 from proa.errors import ContextLengthExceeded, ProaError, QueueFull, RequestError, ResourceError
 from proa.plan.cells import Cells
 from scheduler_sim import EOS, FakeEngine, ask, make_limits, predict
+from tiers_sim import SimTiers
 
 
 def engine(num_pages: int = 64, with_cache: bool = True, **limits: int) -> FakeEngine:
@@ -299,6 +302,24 @@ def test_prompt_logprobs_need_the_whole_prompt(wishes: dict[str, int], cached: i
     submit_all(fake, ask("b", range(9), 1, **wishes))
     fake.step()
     assert fake.cached_tokens["b"] == cached
+    fake.drain()
+
+
+def test_a_prompt_that_fills_no_page_uses_its_stored_prefix() -> None:
+    """Else a tier evicts the prefix that short questions with short answers have in common."""
+    tiers = SimTiers(Random(0), run_pages=2, page_tokens=4)
+    fake = FakeEngine(make_limits(), 16, tiers=tiers)
+    fake.submit(ask("a", range(17), 1))
+    run(fake)
+    while fake.scheduler.behind.busy:
+        tiers.advance(1.0)
+        fake.scheduler.collect()
+    runs = list(tiers.stored)
+    tiers.touched.clear()
+    fake.submit(ask("b", range(17), 1))
+    run(fake)
+    assert fake.cached_tokens["b"] == 16
+    assert tiers.touched == runs[::-1]
     fake.drain()
 
 

@@ -123,6 +123,9 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
             if fake.begin(short_tokens if random.random() < 0.5 else 0) is None:
                 break
             most = max(most, len(fake.plans))
+            if depth > 2 and random.random() < 0.3:  # a request that is in no step yet
+                try_submit(fake, make_request(random, f"r{num_submitted}"))
+                num_submitted += 1
         if len(fake.plans) == 1 and random.random() < hurry:
             ahead += fake.begin_ahead() is not None
         while random.random() < 0.1 and fake.asked:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from engine.split_cases import DRAWS, logits_of, run
+from engine.turn_cases import case_of
 from engines import finish_all, load_decoder, make_engine, request, tokens_of
-from hybrid_engines import Split, load_split
+from hybrid_engines import Kept, Split, load_split
 from proa.native.pool import Pool
 from proa.sampling.choose import choose
 from proa.sampling.rows import Row
@@ -146,3 +147,23 @@ def test_log_probabilities_of_long_prompts(device: str, pool: Pool, folder: Path
         want = torch.log_softmax(rows, -1)[range(len(rows)), tokens[1:]]
         assert scores[0] is None
         assert [s.logprob for s in scores[1:] if s] == pytest.approx(want.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_behind_the_end_of_an_answer_ends_no_other_request(device: str, pool: Pool, folder: Path) -> None:
+    """A step launched ahead computes one more token of an answer that had ended, which is discarded."""
+    kept: list[Kept] = []
+    case = case_of(load_split(folder, pool, Split(1.0), device, keep=kept), turns=False)
+    case.engine.submit(request("first", [5, 6, 7], 6))
+    end = tokens_of(finish_all(case.engine)["first"])[-1]
+    dict(kept[0].model.parameters())["embed.weight"][end] = torch.nan
+    case.engine.submit(request("ended", [5, 6, 7], 6, stop_token_ids=(end,)))
+    case.engine.submit(request("going on", [9, 6, 3], 12, logit_bias={end: -100.0}))
+    events = [event for _ in range(4) for event in case.engine.step()]
+    while not any(event.finish for event in events):
+        events += case.engine.step()
+    later = [token for token in range(40, 70) if token != end]
+    case.engine.submit(request("later", later, 4, logit_bias={end: -100.0}))
+    rest = finish_all(case.engine)
+    assert [event.finish for event in events if event.finish] == ["stop"]
+    assert {name: of[-1].finish for name, of in rest.items()} == {"going on": "length", "later": "length"}

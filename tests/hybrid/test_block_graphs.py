@@ -118,6 +118,19 @@ def test_a_cancelled_step_leaves_nothing_to_the_next(load: Load) -> None:
     assert torch.equal(passed(executor, batch), want)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_that_a_cancelled_step_did_not_launch_are_not_captured(device: str, load: Load) -> None:
+    """Launching an op for the first time may load or compile its kernel, which a capture cannot do."""
+    executor: Any = load("qwen3-moe", SPLITS["half"], device, rows=ROWS)
+    batch = StepBatch(spans(prompts([30])))
+    step = executor.launch_in_parts(batch)
+    executor.advance(step, 1)
+    executor.cancel(step)
+    for captured in (False, True):
+        passed(executor, batch)
+        assert bool(executor._blocks._replays) == captured
+
+
 def test_routed_passes_and_those_beside_decode_have_no_graphs(load: Load, monkeypatch: Any) -> None:
     """The host decides within a layer of the first, and launches of the second may run beside other graphs."""
     keep: list[Kept] = []

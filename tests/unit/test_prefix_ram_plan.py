@@ -136,6 +136,11 @@ def test_files_hold_at_least_a_run_and_a_copy_of_states() -> None:
         on_cpu.plan(NEXT, on_cpu.machine(190, 192), **files)
 
 
+def test_less_ram_than_the_buffers_of_files_take() -> None:
+    with pytest.raises(ResourceError, match=r"but 0 B may be used"):
+        plan(NEXT, machine(8), ram=1 << 20, prefix_cache_dir="/x", prefix_cache_disk=GIB)
+
+
 def test_a_simulated_gpu_has_one_by_size() -> None:
     got = plan(QWEN3_30B, machine(190), gpu="sim:64GiB", prefix_cache_ram=GIB)
     check(got, QWEN3_30B)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import secrets
 import struct
 import threading
@@ -35,6 +36,10 @@ PAUSE_S = 60.0  # without writing, after a write failed
 LOOK_AGAIN_S = 5.0  # least time between two listings of the folder
 SPARE_SHARE = 64  # of the limit: 1/64 is freed at once
 STALE_S = 600.0  # a temporary file of this age belongs to an engine that was killed
+
+# Only files with such names are counted and deleted: the folder may be one that other programs use too.
+_RUN_NAME = re.compile(rf"[0-9a-f]{{12}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
+_TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(TEMPORARY)}")
 
 _HEAD = struct.Struct("<8sIIQ32s")  # magic, layout, number of pieces, payload bytes, name
 _MAGIC = b"PROA KV\n"
@@ -88,16 +93,13 @@ class FileStore:
         return self._name(key) in self._files
 
     def touch(self, key: bytes) -> None:
-        """Note that the run was used; `keep_up` makes it the most recently used."""
+        """Note that the run was used; `keep_up`, or the next eviction, makes it the most recently used."""
         with self._lock:
             self._touched.add(self._name(key))
 
     def keep_up(self) -> None:
         """Apply touches, and list the folder again if that was not done for LOOK_AGAIN_S. Call it now and then."""
-        with self._lock:
-            touched, self._touched = self._touched, set()
-        for name in touched:
-            self._use(name)
+        self._apply_touches()
         if time.monotonic() - self._listed_s > LOOK_AGAIN_S:
             with suppress(OSError):  # the folder has vanished: its files fail to open, one by one
                 self._list()
@@ -113,9 +115,9 @@ class FileStore:
         nbytes = len(head) + len(payload)
         if nbytes > self._limit_bytes:
             return False
-        self._make_room(nbytes)
         temporary = self._folder / f"{secrets.token_hex(8)}{TEMPORARY}"  # engines in containers have equal process ids
         try:
+            self._make_room(nbytes)
             _write(temporary, head, payload)
             os.rename(temporary, self._folder / name)
         except OSError as error:
@@ -150,15 +152,21 @@ class FileStore:
     def _list(self) -> None:
         found, now_s = {}, time.time()
         for entry, stat in _entries(self._folder):
-            if entry.endswith(SUFFIX):
+            if _RUN_NAME.fullmatch(entry):
                 found[entry] = _Held(stat.st_size, stat.st_mtime)
-            elif entry.endswith(TEMPORARY) and now_s - stat.st_mtime > STALE_S:
+            elif _TEMPORARY_NAME.fullmatch(entry) and now_s - stat.st_mtime > STALE_S:
                 with suppress(OSError):
                     os.unlink(self._folder / entry)
         with self._lock:
             self._files, self._listed_s = found, time.monotonic()
             self.stored_bytes = sum(file.nbytes for file in found.values())
             self.foreign_files = sum(map(self._is_foreign, found))
+
+    def _apply_touches(self) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, set()
+        for name in touched:
+            self._use(name)
 
     def _use(self, name: str) -> None:
         with suppress(OSError):  # vanished, or read-only
@@ -182,10 +190,11 @@ class FileStore:
 
     def _make_room(self, nbytes: int) -> None:
         """Delete the least recently used files until `nbytes` fit, and more, up to a share of the limit, so that not
-        every run lists the folder."""
+        every run lists the folder. Raises OSError if they do not fit, because files cannot be deleted."""
         excess = self.stored_bytes + nbytes - self._limit_bytes
         if excess <= 0:
             return
+        self._apply_touches()
         with suppress(OSError):
             self._list()  # another engine may have read or deleted some
         excess = self.stored_bytes + nbytes - self._limit_bytes
@@ -194,14 +203,20 @@ class FileStore:
         with self._lock:
             oldest = sorted(self._files.items(), key=lambda item: item[1].used_s)
         most = excess + self._limit_bytes // SPARE_SHARE
+        failed: OSError | None = None
         for name, file in oldest:
             if excess <= 0 and file.nbytes > most:
                 return
-            with suppress(OSError):
-                os.unlink(self._folder / name)
+            try:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:  # read-only, or another user's: it is there still, and may be restored
+                failed = error
+                continue
             self._record(name, None)
             self.evicted_files += 1
             excess, most = excess - file.nbytes, most - file.nbytes
+        if failed is not None and excess > 0:
+            raise failed
 
     def _pause(self, error: OSError) -> None:
         self.failed_writes += 1

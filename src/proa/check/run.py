@@ -122,7 +122,7 @@ def check(
     report = Report(model, chosen.layers, chosen.of, seed, limit_s=limit_s)
     spec = chosen.opened.declared.spec
     lossy = _for_check(asked, spec)
-    asked = replace(lossy, gpus=replace(lossy.gpus, deferred_experts=0))
+    asked = replace(lossy, gpus=replace(lossy.gpus, deferred_experts=0, gpu_resident_layers=None))
     found = paths(asked, spec, _facts(model, asked, chosen))
     prompts = texts(spec.vocab, _prompt_tokens(spec), seed)
     longest_s = 0.0
@@ -150,14 +150,16 @@ def check(
 
 
 def _for_check(asked: EngineOptions, spec: Model) -> EngineOptions:
-    """The options with small steps and contexts, no FP8 activations, and no tiers behind the prefix cache: paths ask
-    for their own. Workers are not bound: other engines may run."""
+    """The options with small steps and contexts, no --deterministic, no FP8 activations, and no tiers behind the prefix
+    cache or placement of experts: paths ask for their own. Workers are not bound: other engines may run."""
     context = min(CONTEXT_TOKENS, spec.max_positions)
     scheduler = replace(asked.scheduler, max_running=RUNNING, max_batch_tokens=BATCH_TOKENS, max_itl="none")
+    scheduler = replace(scheduler, deterministic=False)  # else steps are in parts, whose rows are noted for few paths
     cache = replace(asked.cache, context=context, kv_memory=None, kv_dtype="auto", prefix_cache=True)
     cache = replace(cache, prefix_cache_ram=0, prefix_cache_dir=None, prefix_cache_disk=None)
     machine = replace(asked.machine, cpu_binding="none")
     gpus = replace(asked.gpus, fp8_activations=False, expert_counts=None, save_expert_counts=None)
+    gpus = replace(gpus, expert_placement="auto", vram_moves="off")
     return replace(asked, scheduler=scheduler, cache=cache, machine=machine, gpus=gpus)
 
 

@@ -29,9 +29,10 @@ the cache) computes the same prompts as the reference: plain torch in float32, w
 itself. Without a GPU, --gpu sim:SIZE checks the paths of a simulated one. An op that differs by more than rounding
 explains is named with its layer and experts. Large models are checked on a sample of their layers. The last line is yes
 (exit code 0), no (exit code 1), or "no answer" (exit code 7) if the time limit left a path or a layer out. The check
-itself sets context, KV type, steps and concurrent requests; --fp8-activations is off. --deferred-experts is lossy: it
-is off on these paths, and its KL divergence from the exact path is shown without effect on the answer. docs/check.md
-explains the table. Stop other engines first: they hold memory."""
+itself sets context, KV type, steps, concurrent requests and the placement of experts; --deterministic, --vram-moves and
+--fp8-activations are off. --deferred-experts is lossy: it is off on these paths, and its KL divergence from the exact
+path is shown without effect on the answer. docs/check.md explains the table. Stop other engines first: they hold
+memory."""
 
 
 @dataclass(frozen=True)

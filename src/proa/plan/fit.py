@@ -191,7 +191,7 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
 
 def _refusal(case: Case, short: Short) -> ResourceError:
     """The error with the demand and its parts, free memory, and flags that would help."""
-    usable, total_bytes = case.usable_bytes, short.total_bytes
+    usable, total_bytes = max(0, case.usable_bytes), short.total_bytes  # below 0: buffers of files take more
     weights = "weights as stored" if case.stored else f"weights as {case.dtype}"
     listed = listed_parts(case, short, weights, "processes and loading")
     return ResourceError(

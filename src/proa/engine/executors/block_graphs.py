@@ -3,9 +3,9 @@ are streamed (24 layers of Qwen3-30B-A3B, a Xeon at 2 GHz), as long as copies an
 Belongs here: which steps have graphs, capturing, replaying. Never: what is between two graphs (hybrid/streaming.py).
 
 A step of one chunk is padded to a size. The first one of a size launches its ops one by one, padded, which compiles and
-loads what captures need; in the second one each block is captured before it is first replayed. A block reads the
-residual stream from memory outside the graphs' pool and writes it back there, so that other graphs may be replayed
-between two blocks.
+loads what captures need; if it is cancelled, so does the next one. Then each block is captured before it is first
+replayed. A block reads the residual stream from memory outside the graphs' pool and writes it back there, so that other
+graphs may be replayed between two blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class BlockGraphs:
         """Begin a step of `rows` rows, whose inputs are on the device. Launches its embeddings and angles. None: its
         ops must be launched one by one, padded. kept, launching: see BlockByBlock."""
         if size not in self._launched:
-            self._launched.add(size)
             return None
         tokens, step = self._on.step(inputs, size)
         self._x[:size].copy_(self._model.embedded(tokens))
@@ -65,6 +64,12 @@ class BlockGraphs:
         own = {rope: (cos[:size], sin[:size]) for rope, (cos, sin) in self._angles.items()}
         self._steps.setdefault(size, replace(step, angles=own))
         return Replayed(self, size, rows, kept, launching)
+
+    def launched(self, size: int | None) -> None:
+        """Note that all blocks of a step were launched, so that the next one of this size may be captured. A step that
+        is cancelled may have launched only some. size: None: the step has no graphs."""
+        if size is not None:
+            self._launched.add(size)
 
     def _places(self, rope: Rope, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Where graphs read a rope's angles: steps between two blocks overwrite those of dynamic ropes."""

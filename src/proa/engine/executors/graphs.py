@@ -58,10 +58,12 @@ class _Captured:
 
 @dataclass(eq=False)
 class GraphStep(WatchedStep):
-    """graph: None for steps launched op by op. hidden: of a step in parts that is done, [T, hidden] after the last
-    block. samplings: how each of `rows` is sampled. done: a mark after the head."""
+    """graph: None for steps launched op by op. size: the rows that a step in parts is padded to, if it may have
+    graphs of its blocks. hidden: of a step in parts that is done, [T, hidden] after the last block. samplings: how each
+    of `rows` is sampled. done: a mark after the head."""
 
     graph: _Captured | None = None
+    size: int | None = None
     hidden: Tensor | None = None
     samplings: Sequence[Row] = ()
     done: Mark | None = None
@@ -255,9 +257,9 @@ class GraphExecutor:
         wide = min(sum(len(span.tokens) for span in spans) for spans in cut) >= FEW_ROWS
         may_run_beside = self._queues.separate and not step.overtakes and wide
         launching = self._session.begin_parts(step, len(cut), self._limits.cells, share if may_run_beside else None)
-        size = None
         if not step.overtakes and self._session.pass_is_regular:
-            size = self._blocks.size(step.batch.num_tokens, len(cut))
+            step.size = self._blocks.size(step.batch.num_tokens, len(cut))
+        size = step.size
         chunks, row, beside = list[Chunk](), 0, step.alone and share > 0
         for spans, own in zip(cut, places, strict=False):
             rows = self._fill(own, spans)
@@ -297,6 +299,7 @@ class GraphExecutor:
                     self._session.end_parts(step)
             if parts.done:
                 copy_states(self.caches, step.batch.copies_after)
+                self._blocks.launched(step.size)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 

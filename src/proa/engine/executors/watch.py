@@ -130,7 +130,13 @@ class WatchedSession:
         if between_parts:
             return self.faults_between(step.batch.spans, bad)
         all_scored = step.followed or len(step.rows) == step.batch.num_tokens
-        return self.faults_of(step, bad, all_scored=all_scored)
+        found = self.faults_of(step, bad, all_scored=all_scored)
+        if not found or step.followed or step.next_step is not None:
+            return found
+        # Notes may be left of a request that had ended when a step launched ahead computed one more of its rows.
+        ends = _ends(step.batch.spans)
+        own = {_span_at(ends, row) for row in non_finite_rows(hidden[: step.batch.num_tokens])}
+        return {i: why for i, why in found.items() if i in own}
 
     def faults_of(self, step: WatchedStep, bad: Collection[int], *, all_scored: bool) -> dict[int, str]:
         """The faults of a finished whole step by index of the span. bad: rows whose logits are not finite. all_scored:
@@ -157,7 +163,7 @@ class WatchedSession:
         cpu_error, self._cpu_error = self._cpu_error, ""
         if not (cpu_error or look):
             return {}
-        ends = list(itertools.accumulate(len(s.tokens) for s in spans))
+        ends = _ends(spans)
         found: dict[int, str] = {}
         for fault in self._session.faults(ends[-1]):
             found.setdefault(_span_at(ends, fault.row), self._describe(fault))
@@ -168,7 +174,7 @@ class WatchedSession:
         rows, which are known to be non-finite, count."""
         if not bad:
             return {}
-        ends = list(itertools.accumulate(len(s.tokens) for s in spans))
+        ends = _ends(spans)
         reasons = {fault.row: self._describe(fault) for fault in self._session.faults(ends[-1])}
         found: dict[int, str] = {}
         for row in sorted(bad, key=lambda row: (row not in reasons, row)):
@@ -196,6 +202,11 @@ class WatchedSession:
 
     def _describe(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."
+
+
+def _ends(spans: Sequence[Span]) -> list[int]:
+    """The row behind each span's last one."""
+    return list(itertools.accumulate(len(span.tokens) for span in spans))
 
 
 def _span_at(ends: Sequence[int], row: int) -> int:

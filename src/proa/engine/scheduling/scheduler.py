@@ -375,6 +375,7 @@ class Scheduler:
         request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
         if self._copying and match:
             self._copying.admit(request, match)
+        self.behind.shared(request)
         request.pages += self.room.take(self._pages_needed(request))
         return True
 
