@@ -255,6 +255,9 @@ def test_kv_memory_buys_pages_and_cuts_the_context() -> None:
         plan(DEMO, machine(6), kv_memory=per_token * 999, context=1000)
     with pytest.raises(UsageError, match="holds 0 tokens"):
         plan(DEMO, machine(6), kv_memory=per_token)
+    assert plan(DEMO, machine(6), kv_memory=2 * per_token, page_tokens=1).context_tokens == 2
+    with pytest.raises(UsageError, match="holds 1 tokens of some/model; a context of 2 needs"):
+        plan(DEMO, machine(6), kv_memory=per_token, page_tokens=1)
 
 
 def test_pages_for_further_requests_are_what_memory_leaves() -> None:

@@ -16,6 +16,7 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import (
+    SHORTEST_CONTEXT_TOKENS,
     Case,
     Fitted,
     Short,
@@ -410,7 +411,7 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
         vram = case.options.gpus.vram
         by_flag = vram is not None and vram < got.total_bytes <= gpu.free_bytes - _reserve(gpu)
         helps = [f"--vram {size_flag(got.total_bytes)} or more"] if by_flag else []
-        helps += [f"--context {got.fitting}"] if got.fitting > 0 else []
+        helps += [f"--context {got.fitting}"] if got.fitting >= SHORTEST_CONTEXT_TOKENS else []
         raise ResourceError(
             f"{gpu.name} cannot hold {case.model} even without its routed experts: that takes "
             f"{format_bytes(got.total_bytes)} of VRAM ({listed}), and {format_bytes(case.usable_bytes)} may be used.",
