@@ -219,6 +219,20 @@ def test_ram_that_is_short_without_experts() -> None:
         plan(MIXED, machine(64), ram=300 << 20, gpu="sim:4GiB")
 
 
+@pytest.mark.parametrize(
+    ("spec", "asked", "remedy"),
+    [
+        (QWEN3_30B, {"kv_memory": 40 * GIB}, "Use a smaller --kv-memory, or --gpu none."),
+        (QWEN3_30B, {"kv_memory": 40 * GIB, "vram": 3 * GIB}, "Use --gpu none."),
+        (NEXT, {"state_memory": 30 * GIB}, "Use a smaller --state-memory, or --gpu none."),
+    ],
+)
+def test_sizes_that_vram_cannot_hold(spec: Model, asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ResourceError, match="cannot hold some/model") as refused:
+        plan(spec, machine(200, gpu(24)), gpu="0", **asked)
+    assert refused.value.remedy == remedy
+
+
 def test_vram_that_the_gpu_lacks_is_not_asked_for() -> None:
     with pytest.raises(ResourceError, match="cannot hold some/model") as refused:
         plan(QWEN3_30B, machine(124, gpu(3)), gpu="0", vram=GIB)

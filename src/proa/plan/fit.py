@@ -206,14 +206,11 @@ def _refusal(case: Case, short: Short) -> ResourceError:
 
 def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     """List only remedies that help in this case."""
-    asked, missing = case.options, total_bytes - case.usable_bytes
+    missing = total_bytes - case.usable_bytes
     helps = []
     if fitting >= SHORTEST_CONTEXT_TOKENS:
         helps.append(f"use --context {fitting}")
-    if asked.cache.kv_memory is not None and asked.cache.context is None:
-        helps.append("lower --kv-memory")
-    if asked.cache.state_memory is not None and case.need.copies:
-        helps.append("lower --state-memory")
+    helps += [f"lower {flag}" for flag in too_large_flags(case, total_bytes)]
     if fewer := fewer_running(case, missing):
         helps.append(f"use --max-running {fewer}")
     if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:
@@ -222,6 +219,17 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     helps.append(more if enough else f"{more}, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def too_large_flags(case: Case, total_bytes: int) -> list[str]:
+    """Flags of sizes with smaller values of which the model fits. total_bytes: that it needs with those given."""
+    asked, need, flags = case.options.cache, case.need, []
+    least = asked.context or SHORTEST_CONTEXT_TOKENS
+    if asked.kv_memory is not None and need.total_bytes(least, need.pages(least)) <= case.usable_bytes:
+        flags.append("--kv-memory")
+    if asked.state_memory is not None and total_bytes - (need.copies - 1) * need.copy_bytes <= case.usable_bytes:
+        flags.append("--state-memory")
+    return flags
 
 
 def free_ram(machine: Machine) -> str:

@@ -26,6 +26,7 @@ from proa.plan.fit import (
     more_ram,
     reach,
     size_flag,
+    too_large_flags,
 )
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
@@ -412,6 +413,7 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
         by_flag = vram is not None and vram < got.total_bytes <= gpu.free_bytes - _reserve(gpu)
         helps = [f"--vram {size_flag(got.total_bytes)} or more"] if by_flag else []
         helps += [f"--context {got.fitting}"] if got.fitting >= SHORTEST_CONTEXT_TOKENS else []
+        helps += [f"a smaller {flag}" for flag in too_large_flags(case, got.total_bytes)]
         raise ResourceError(
             f"{gpu.name} cannot hold {case.model} even without its routed experts: that takes "
             f"{format_bytes(got.total_bytes)} of VRAM ({listed}), and {format_bytes(case.usable_bytes)} may be used.",
