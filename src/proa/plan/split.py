@@ -484,10 +484,13 @@ def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> Resourc
 
 
 def _ram_refusal(case: Case, needed_bytes: int, room_bytes: int, resident: int) -> ResourceError:
-    more, _ = more_ram(case, needed_bytes - room_bytes)
+    asked, need, missing_bytes = case.options.cache, case.need, needed_bytes - room_bytes
+    more, _ = more_ram(case, missing_bytes)
     lacks = f"RAM lacks {format_bytes(-room_bytes)} for the rest"
     has = f"RAM has {format_bytes(room_bytes)} for them" if room_bytes >= 0 else lacks
-    shorter = "" if case.options.cache.context is None else "a shorter --context, "
+    shorter = "" if asked.context is None else "a shorter --context, "
+    least_bytes = need.pages(asked.context or SHORTEST_CONTEXT_TOKENS) * need.page_bytes
+    shorter += "a smaller --kv-memory, " if (asked.kv_memory or 0) - least_bytes >= missing_bytes else ""
     return ResourceError(
         f"{case.model} does not fit into VRAM and RAM together: of its routed experts {format_bytes(resident)} fit "
         f"into VRAM, {format_bytes(needed_bytes)} remain, and {has} "
