@@ -87,13 +87,16 @@ class OnHost:
             out[:live] = self._decoder.block(number, x[:live], inputs)
         return out
 
-    def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
+    def by_parts(self, tokens: Tensor, step: Step) -> Iterator[Tensor | None]:
         live, inputs = _live(step)
         out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
         if not live:
             yield from [out] * len(self.blocks)
             return
-        for hidden in self._decoder.by_blocks(tokens[:live], inputs):
+        for hidden in self._decoder.by_parts(tokens[:live], inputs):
+            if hidden is None:  # between groups of experts
+                yield None
+                continue
             out = out.clone()
             out[:live] = hidden
             yield out

@@ -8,6 +8,8 @@ import time
 import pytest
 
 from proa.check.apart import OutOfTime, run_apart
+from proa.cli.check import CheckCommand
+from proa.config.field import declarations
 
 
 def test_an_interrupted_check_does_not_wait_for_its_path() -> None:
@@ -29,3 +31,10 @@ def test_a_path_beyond_the_time_limit_is_ended() -> None:
     with pytest.raises(OutOfTime):
         run_apart(lambda: time.sleep(15), 0.1)
     assert time.monotonic() - began_s < 10
+
+
+def test_a_path_may_have_the_longest_time_limit() -> None:
+    """Polling a pipe takes no more than 24 days."""
+    longest_s = declarations(CheckCommand)["time_limit"].info.high
+    assert longest_s is not None
+    assert run_apart(lambda: 1, longest_s) == 1

@@ -18,7 +18,7 @@ from proa.native.pool import Pool
 from teacher_forced import prompts
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, "host"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_cpu(family: str, device: str, load: Load) -> None:
     """In one chunk and in several, with rings for all experts of a layer, for some and in divisions of any size."""
@@ -118,7 +118,7 @@ def test_groups_cross_once_while_the_cpu_computes(device: str, rows: int, load: 
     assert executor.counters().jobs - jobs == -(-tokens // rows) * len(in_ram)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, "host"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_decode_between_groups(family: str, device: str, load: Load) -> None:
     """Decode steps use the CPU's block too: the job of a chunk is taken before, in every pause between groups."""

@@ -135,7 +135,7 @@ def test_numbers_of_tokens(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "32kb", "32KiB", "1.5", "0.3k", "32 kk", "32g", "1e3", "k32", "inf"])
 def test_wrong_numbers_of_tokens(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--context is .* an integer \(32k is 32768\) from 1 to"):
+    with pytest.raises(UsageError, match=r"--context is .* an integer \(32k is 32768\) from 2 to"):
         parse(ServeOptions, [f"--context={text}"], prog="proa serve", summary="serve")
 
 
@@ -235,7 +235,7 @@ def test_keywords() -> None:
         ({"context": "32kb"}, ["context is '32kb' (text)"]),
         ({"context": 4096.0}, ["context is 4096.0 (a number)"]),
         ({"context": True}, ["context is true (true or false)"]),
-        ({"context": 0}, ["context is 0"]),
+        ({"context": 1}, ["context is 1"]),  # it would have no room for an answer
         ({"max_running": None}, ["max_running is none (no value)"]),
         ({"prefix_cache": 1}, ["prefix_cache is 1 (a number)", "true or false"]),
         ({"dtype": "bf16"}, ["dtype is 'bf16'", "auto, bfloat16, float16 or float32"]),

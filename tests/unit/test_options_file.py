@@ -70,7 +70,7 @@ def test_an_empty_file_gives_defaults(tmp_path: Path, text: str) -> None:
         ("cash:\n  context: 4", ["there is no option cash", "Did you mean cache?"]),
         ("cache: &c\n  cache: *c", ["line 2", "cache is a group"]),
         ("port: 1\nport: 2", ["line 2 sets port again", "line 1"]),
-        ("context: 1\ncache: {context: 2}", ["line 2 sets context again"]),
+        ("context: 3\ncache: {context: 2}", ["line 2 sets context again"]),
         ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "an integer from 0 to 65535"]),
         ("port: 99999", ["port is 99999", "from 0 to 65535"]),
         ("port:", ["port is none (no value)"]),

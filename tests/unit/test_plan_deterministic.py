@@ -103,3 +103,10 @@ def test_conflicting_options_are_refused(asked: dict[str, Any], param: str) -> N
         plan(QWEN3_30B, machine(180, gpu(24)), deterministic=True, **asked)
     assert caught.value.param == param
     assert "--deterministic" in caught.value.message
+
+
+def test_a_step_that_is_too_small_is_named_as_it_was_asked_for() -> None:
+    """A step has at least one token for each of --max-running requests."""
+    asked: dict[str, Any] = {"max_batch_tokens": 2, "max_running": 3, "gpu_experts": "8"}
+    with pytest.raises(UsageError, match="--max-batch-tokens 2 is less than a page of 16 tokens"):
+        plan(QWEN3_30B, machine(180, gpu(24)), deterministic=True, **asked)

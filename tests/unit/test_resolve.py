@@ -122,6 +122,10 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
         (QWEN3_30B, machine(59, 128), {"ram_reserve": 2 * GIB}, r"[Uu]se --ram-reserve 1\d\d\dM"),
         (QWEN3_30B, machine(60, 64), {"context": 40960}, r"[Uu]se --context \d+"),
         (DEMO, machine(4), {"kv_memory": 8 * GIB}, r"[Ll]ower --kv-memory"),
+        (DEMO, machine(4), {"kv_memory": 8 * GIB, "context": 128}, r"[Ll]ower --kv-memory"),
+        (MIXTRAL, machine(30, 32), {"kv_memory": GIB}, r"used \([^)]*\)\. Use a machine with"),
+        (NEXT, machine(190, 192), {"state_memory": 64 * GIB}, r"[Ll]ower --state-memory"),
+        (NEXT, machine(100, 128), {"state_memory": GIB}, r"used \([^)]*\)\. Use a machine with"),
         (MIXTRAL, machine(30, 32), {}, r"[Uu]se a machine with 8\d\.\d GiB of free memory, or a smaller model"),
         (DEMO, machine(0.5, 16), {}, r"[Ff]ree 1\.27 GiB of memory"),
         (DEMO, machine(0.5, 16, memory_bound_by="the limit of /box"), {},
@@ -255,6 +259,9 @@ def test_kv_memory_buys_pages_and_cuts_the_context() -> None:
         plan(DEMO, machine(6), kv_memory=per_token * 999, context=1000)
     with pytest.raises(UsageError, match="holds 0 tokens"):
         plan(DEMO, machine(6), kv_memory=per_token)
+    assert plan(DEMO, machine(6), kv_memory=2 * per_token, page_tokens=1).context_tokens == 2
+    with pytest.raises(UsageError, match="holds 1 tokens of some/model; a context of 2 needs"):
+        plan(DEMO, machine(6), kv_memory=per_token, page_tokens=1)
 
 
 def test_pages_for_further_requests_are_what_memory_leaves() -> None:

@@ -236,9 +236,32 @@ def test_what_helps_experts_that_ram_cannot_hold(box: Machine, asked: dict[str, 
         assert plan(QWEN3_30B, box, gpu="0", **asked | {name: int(mib) << 20 for name, mib in flags.items()}).gpu
 
 
+@pytest.mark.parametrize(("ram_gib", "helps"), [(50, True), (30, False)])
+def test_a_smaller_kv_memory_leaves_vram_to_experts(ram_gib: int, helps: bool) -> None:
+    box = machine(ram_gib, gpu(24))
+    with pytest.raises(ResourceError, match="VRAM and RAM together") as refused:
+        plan(QWEN3_30B, box, gpu="0", kv_memory=18 * GIB)
+    assert ("a smaller --kv-memory, or" in refused.value.remedy) == helps
+    assert isinstance(plan_or_refusal(QWEN3_30B, box, {"gpu": "0", "kv_memory": GIB}), Plan) == helps
+
+
 def test_ram_that_is_short_without_experts() -> None:
     with pytest.raises(ResourceError, match=r"0 B remain, and RAM lacks 4\.\d+ GiB for the rest"):
         plan(MIXED, machine(64), ram=300 << 20, gpu="sim:4GiB")
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked", "remedy"),
+    [
+        (QWEN3_30B, {"kv_memory": 40 * GIB}, "Use a smaller --kv-memory, or --gpu none."),
+        (QWEN3_30B, {"kv_memory": 40 * GIB, "vram": 3 * GIB}, "Use --gpu none."),
+        (NEXT, {"state_memory": 30 * GIB}, "Use a smaller --state-memory, or --gpu none."),
+    ],
+)
+def test_sizes_that_vram_cannot_hold(spec: Model, asked: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ResourceError, match="cannot hold some/model") as refused:
+        plan(spec, machine(200, gpu(24)), gpu="0", **asked)
+    assert refused.value.remedy == remedy
 
 
 def test_vram_that_the_gpu_lacks_is_not_asked_for() -> None:

@@ -47,6 +47,7 @@ class CheckCommand:
         help="seconds for paths and reference; what is left out then is listed",
         metavar="S",
         low=1,
+        high=86400,
         common=True,
     )
     json: bool = option(False, help="print the result as JSON", common=True)

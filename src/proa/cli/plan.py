@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "plan a model for this machine or another, and predict its speed, without loading it"
 EPILOG = """\
-Give the same options as to `proa serve`: the plan is made by the same code. Only config and headers are read, of a hub
-model too; a folder may have a config.json alone, then its quantisation config says the weights' types.
+Give the same options of the engine as to `proa serve`: the plan is made by the same code. Only config and headers are
+read, of a hub model too; a folder may have a config.json alone, then its quantisation config says the weights' types.
 `proa doctor --json > FILE` on another machine describes it for --machine FILE; this one is not measured then.
 See also: docs/planning.md explains the predictions, and compares them with measurements."""
 

@@ -73,7 +73,7 @@ class CacheOptions:
         "allows",
         metavar="TOKENS",
         kind="tokens",
-        low=1,
+        low=2,
         high=1 << 30,
         common=True,
     )

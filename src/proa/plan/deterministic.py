@@ -56,9 +56,9 @@ def cell_tokens(options: EngineOptions, batch_tokens: int, isa: str, gpu: GpuPla
         return None
     got = _cell_tokens(options, batch_tokens, beside_cpu=gpu is not None and not gpu.gpu_only)
     if got == 0:
-        page_tokens = options.cache.page_tokens
+        asked, page_tokens = options.scheduler.max_batch_tokens, options.cache.page_tokens
         raise UsageError(
-            f"--max-batch-tokens {batch_tokens} is less than a page of {page_tokens} tokens, the smallest part of a "
+            f"--max-batch-tokens {asked} is less than a page of {page_tokens} tokens, the smallest part of a "
             "prompt that --deterministic computes at a time.",
             f"Use at least --max-batch-tokens {page_tokens}, or smaller --page-tokens.", param="max_batch_tokens",
         )  # fmt: skip

@@ -18,6 +18,7 @@ from proa.types import Decision
 
 # If memory is short and --context is not given, a context below this is refused instead of granted.
 LEAST_CONTEXT_TOKENS = 1024
+SHORTEST_CONTEXT_TOKENS = 2  # one of a prompt, one of its answer
 # The KV pool holds one full context, and this much for each further running request.
 FURTHER_REQUEST_TOKENS = 8192
 
@@ -96,7 +97,7 @@ def least_context_bytes(case: Case) -> int:
 
 def _least_context(case: Case, given: int | None) -> int:
     """Tokens of the shortest context that is granted. given: pages of --kv-memory."""
-    least = min(supported_context(case.spec), LEAST_CONTEXT_TOKENS) if given is None else 1
+    least = min(supported_context(case.spec), LEAST_CONTEXT_TOKENS) if given is None else SHORTEST_CONTEXT_TOKENS
     return case.options.cache.context or least
 
 
@@ -115,7 +116,8 @@ def supported_context(spec: Model) -> int:
 def _pages_asked(case: Case) -> int | None:
     """Pages that --kv-memory holds; None if it was not given. Raises UsageError for a context that is longer than the
     model supports or than they hold."""
-    asked, need, context = case.options.cache.kv_memory, case.need, case.options.cache.context or 1
+    asked, need = case.options.cache.kv_memory, case.need
+    context = case.options.cache.context or SHORTEST_CONTEXT_TOKENS
     if context > (full := supported_context(case.spec)):
         raise _too_long(case.model, context, full)
     if asked is None:
@@ -126,7 +128,8 @@ def _pages_asked(case: Case) -> int | None:
         raise UsageError(
             f"--kv-memory {format_bytes(asked)} holds {pages * need.page_tokens} tokens of {case.model}; "
             f"a context of {context} needs {format_bytes(least)}.",
-            f"Use --kv-memory {size_flag(least)} or more" + (", or a shorter --context." if context > 1 else "."),
+            f"Use --kv-memory {size_flag(least)} or more"
+            + (", or a shorter --context." if context > SHORTEST_CONTEXT_TOKENS else "."),
             param="kv_memory",
         )
     return pages
@@ -203,14 +206,11 @@ def _refusal(case: Case, short: Short) -> ResourceError:
 
 def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     """List only remedies that help in this case."""
-    asked, missing = case.options, total_bytes - case.usable_bytes
+    missing = total_bytes - case.usable_bytes
     helps = []
-    if fitting > 0:
+    if fitting >= SHORTEST_CONTEXT_TOKENS:
         helps.append(f"use --context {fitting}")
-    if asked.cache.kv_memory is not None and asked.cache.context is None:
-        helps.append("lower --kv-memory")
-    if asked.cache.state_memory is not None and case.need.copies:
-        helps.append("lower --state-memory")
+    helps += [f"lower {flag}" for flag in too_large_flags(case, total_bytes)]
     if fewer := fewer_running(case, missing):
         helps.append(f"use --max-running {fewer}")
     if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:
@@ -219,6 +219,17 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     helps.append(more if enough else f"{more}, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def too_large_flags(case: Case, total_bytes: int) -> list[str]:
+    """Flags of sizes with smaller values of which the model fits. total_bytes: that it needs with those given."""
+    asked, need, flags = case.options.cache, case.need, []
+    least = asked.context or SHORTEST_CONTEXT_TOKENS
+    if asked.kv_memory is not None and need.total_bytes(least, need.pages(least)) <= case.usable_bytes:
+        flags.append("--kv-memory")
+    if asked.state_memory is not None and total_bytes - (need.copies - 1) * need.copy_bytes <= case.usable_bytes:
+        flags.append("--state-memory")
+    return flags
 
 
 def free_ram(machine: Machine) -> str:

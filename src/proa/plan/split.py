@@ -16,6 +16,7 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import (
+    SHORTEST_CONTEXT_TOKENS,
     Case,
     Fitted,
     Short,
@@ -25,6 +26,7 @@ from proa.plan.fit import (
     more_ram,
     reach,
     size_flag,
+    too_large_flags,
 )
 from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
@@ -410,7 +412,8 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
         vram = case.options.gpus.vram
         by_flag = vram is not None and vram < got.total_bytes <= gpu.free_bytes - _reserve(gpu)
         helps = [f"--vram {size_flag(got.total_bytes)} or more"] if by_flag else []
-        helps += [f"--context {got.fitting}"] if got.fitting > 0 else []
+        helps += [f"--context {got.fitting}"] if got.fitting >= SHORTEST_CONTEXT_TOKENS else []
+        helps += [f"a smaller {flag}" for flag in too_large_flags(case, got.total_bytes)]
         raise ResourceError(
             f"{gpu.name} cannot hold {case.model} even without its routed experts: that takes "
             f"{format_bytes(got.total_bytes)} of VRAM ({listed}), and {format_bytes(case.usable_bytes)} may be used.",
@@ -481,10 +484,13 @@ def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> Resourc
 
 
 def _ram_refusal(case: Case, needed_bytes: int, room_bytes: int, resident: int) -> ResourceError:
-    more, _ = more_ram(case, needed_bytes - room_bytes)
+    asked, need, missing_bytes = case.options.cache, case.need, needed_bytes - room_bytes
+    more, _ = more_ram(case, missing_bytes)
     lacks = f"RAM lacks {format_bytes(-room_bytes)} for the rest"
     has = f"RAM has {format_bytes(room_bytes)} for them" if room_bytes >= 0 else lacks
-    shorter = "" if case.options.cache.context is None else "a shorter --context, "
+    shorter = "" if asked.context is None else "a shorter --context, "
+    least_bytes = need.pages(asked.context or SHORTEST_CONTEXT_TOKENS) * need.page_bytes
+    shorter += "a smaller --kv-memory, " if (asked.kv_memory or 0) - least_bytes >= missing_bytes else ""
     return ResourceError(
         f"{case.model} does not fit into VRAM and RAM together: of its routed experts {format_bytes(resident)} fit "
         f"into VRAM, {format_bytes(needed_bytes)} remain, and {has} "
