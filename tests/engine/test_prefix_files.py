@@ -97,6 +97,22 @@ def test_a_damaged_file_is_counted_said_once_and_deleted(
     assert read(store, 1) == payload_of(1)
 
 
+def test_a_file_that_cannot_be_read_is_counted_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> str | None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    store = FileStore(tmp_path, ROOT, LIMIT)
+    write(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("proa.cache.files._read", refused)
+        assert read(store, 1) is None
+    assert (store.bad_files, len(found(tmp_path))) == (1, 1)
+    assert "cannot be read: Too many open files" in caplog.text
+    assert read(FileStore(tmp_path, ROOT, LIMIT), 1) == payload_of(1)
+
+
 def test_a_file_under_another_name_is_not_used(tmp_path: Path) -> None:
     store = FileStore(tmp_path, ROOT, LIMIT)
     write(store, 1)

@@ -130,19 +130,23 @@ class FileStore:
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Read a run of exactly len(into) bytes. Returns False, with `into` in any state, if the file has vanished or
-        is not what was written, which is counted, and the file deleted."""
+        is not what was written, which is counted, and the file deleted. One that cannot be read is counted and stays:
+        another user's may be, or one while this process has too many files open."""
         name = self._name(key)
         try:
             with open(self._folder / name, "rb", buffering=0) as file:
                 why = _read(file.fileno(), name, into)
-        except OSError as error:
-            why = None if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        except FileNotFoundError:
             self._record(name, None)
-            if why is None:
-                return False
+            return False
+        except OSError as error:
+            self._ignore(name, f"cannot be read: {error.strerror}")
+            return False
         if why is None:
             self._use(name)
             return True
+        with suppress(OSError):
+            os.unlink(self._folder / name)
         self._ignore(name, why)
         return False
 
@@ -231,8 +235,6 @@ class FileStore:
 
     def _ignore(self, name: str, why: str) -> None:
         self.bad_files += 1
-        with suppress(OSError):
-            os.unlink(self._folder / name)
         self._record(name, None)
         if self._warns_of_bad:
             self._warns_of_bad = False
