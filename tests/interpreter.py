@@ -122,13 +122,17 @@ def _cast_scalars(self: Any, value: Any, to: Any, fp_downcast_rounding: str | No
 
 _operands = interpreter.TritonSemantic.binary_op_type_checking_impl
 _PLAIN = {id(of) for of in (tl.float32, tl.int32, tl.int64)}  # of two such operands the result has the same type
+_OFFSETS = {id(of) for of in (tl.int32, tl.int64)}
 
 
 def _checked_operands(
     self: Any, a: Any, b: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> Any:  # fmt: skip
-    """Leave all but the commonest operands to Triton: two tensors of one type, or a tensor and a number of its kind."""
+    """Leave all but the commonest operands to Triton: two tensors of one type, a tensor and a number of its kind, or a
+    pointer and an offset."""
+    if allow_lhs_ptr and type(b) is tl.tensor and id(b.dtype) in _OFFSETS and type(a) is tl.tensor and a.dtype.is_ptr():
+        return self.broadcast_impl_value(a, b)
     if type(a) is tl.tensor and id(a.dtype) in _PLAIN:
         if type(b) is tl.tensor:
             if a.dtype is b.dtype:
