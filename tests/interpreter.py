@@ -2,8 +2,9 @@
 arithmetic, truncates it where a GPU rounds, reads the NaN of e4m3 as 480, and with NumPy 2.4 fails to use scalars as
 bounds of a loop; the patches make it behave like a GPU.
 It spends half of its time on useless work: at each call of a function inside a kernel it replaces the functions of
-triton.language again, for each operation it builds the table of NumPy's types and several types with their shapes, and
-it computes integer overflows, which it reports in debug mode only. The patches remove that.
+triton.language again, for each operation it builds the table of NumPy's types and several types with their shapes,
+and looks for the type of the result if both sides have the same, and it computes integer overflows, which it reports
+in debug mode only. The patches remove that.
 Imported only where kernels are interpreted.
 """
 
@@ -119,7 +120,47 @@ def _cast_scalars(self: Any, value: Any, to: Any, fp_downcast_rounding: str | No
     return value if value.dtype is to else _cast(self, value, to, fp_downcast_rounding)
 
 
+_operands = interpreter.TritonSemantic.binary_op_type_checking_impl
+_PLAIN = {id(of) for of in (tl.float32, tl.int32, tl.int64)}  # of two such operands the result has the same type
+_OFFSETS = {id(of) for of in (tl.int32, tl.int64)}
+
+
+def _checked_operands(
+    self: Any, a: Any, b: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:  # fmt: skip
+    """Leave all but the commonest operands to Triton: two tensors of one type, a tensor and a number of its kind, or a
+    pointer and an offset."""
+    if allow_lhs_ptr and type(b) is tl.tensor and id(b.dtype) in _OFFSETS and type(a) is tl.tensor and a.dtype.is_ptr():
+        return self.broadcast_impl_value(a, b)
+    if type(a) is tl.tensor and id(a.dtype) in _PLAIN:
+        if type(b) is tl.tensor:
+            if a.dtype is b.dtype:
+                return self.broadcast_impl_value(a, b)
+        elif arithmetic_check and (
+            (a.dtype is tl.float32 and type(b) in (int, float))
+            or (a.dtype is tl.int32 and type(b) is int and -(1 << 31) <= b < 1 << 31)
+        ):
+            return self.broadcast_impl_value(a, self.scalar_constant(b, dtype=a.dtype))
+    return _operands(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+_BUILTIN = tl.core.builtin(lambda: None).__code__  # of the wrapper that asks whether `_semantic` was given
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    function, semantic = member.__wrapped__ if member.__code__ is _BUILTIN else member, interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 def repair() -> None:
+    interpreter.TritonSemantic.binary_op_type_checking_impl = _checked_operands
+    interpreter._patch_attr = _patch_attr
     interpreter.TritonSemantic.cast = _cast_scalars
     tl.block_type.__init__ = _block_type
     tl.tensor.__init__ = _tensor

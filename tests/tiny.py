@@ -245,10 +245,28 @@ def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
+_WRITTEN: dict[str, tuple[dict[str, bytes], torch.Tensor]] = {}  # files, and torch's random numbers after them
+_MOST_WRITTEN = 3 << 20  # bytes of a checkpoint that is kept for the next test
+
+
 def make_tiny(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
-    """Write the checkpoint of `tiny_reference` to `folder` (replaced if it exists) and return it."""
+    """Write the checkpoint of `tiny_reference` to `folder` (replaced if it exists) and return it.
+
+    transformers makes each once in a process: a hundred tests ask for the same one.
+    """
     shutil.rmtree(folder, ignore_errors=True)
+    key = repr((name, seed, max_shard_size, sorted(overrides.items())))
+    if key in _WRITTEN:
+        files, random_state = _WRITTEN[key]
+        folder.mkdir(parents=True)
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        torch.set_rng_state(random_state)
+        return folder
     tiny_reference(name, seed, **overrides).save_pretrained(folder, max_shard_size=max_shard_size)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if sum(map(len, files.values())) <= _MOST_WRITTEN:
+        _WRITTEN[key] = files, torch.get_rng_state()
     return folder
 
 

@@ -89,8 +89,8 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("rows", "past"), [(33, 0), (70, 64), (40, 331), (1, 64), (513, 37)]
-)  # 331: five segments of 64 tokens and a rest
+    ("rows", "past"), [(33, 0), (70, 64), (40, 331), (1, 64), (161, 37)]
+)  # 331: five segments of 64 tokens and a rest; 161: more bytes for one of the widest heads than allowed
 @pytest.mark.parametrize(("heads", "widths"), [(5, (128, 64, 128, 96)), (16, (64, 64, 64, 64)), (2, (24, 8, 16, 40))])
 def test_expanded(
     rows: int, past: int, heads: int, widths: tuple[int, int, int, int], rng: torch.Generator, device: torch.device,
