@@ -102,7 +102,7 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
     sizes = [*sorted(some.sample(small, min(swept, len(small)))), *(some.randint(1, most) for _ in range(12)), most]
     for rows in sizes:
         yield torch.inference_mode()(lambda rows=rows: stage.prompt(rows))
-    for _ in range(8):
+    for _ in range(4):
         rows = some.randint(1, min(most, plan.context_tokens))
         past, beside = some.randint(0, plan.context_tokens - rows), plan.prompts_may_run_beside and some.random() < 0.5
         yield torch.inference_mode()(partial(stage.prompt_after, past, rows, beside=beside))
@@ -118,11 +118,9 @@ def rows_in_vram(prepared: Prepared) -> dict[str, int]:
     assert plan.gpu is not None
     stage = rehearsal.Stage(plan, rehearsal.Shown(spec, stored, plan.gpu), top_k(spec), CAPABILITY)
     rows, counted = min(plan.max_batch_tokens, plan.context_tokens), LiveBytes()
-    with keys_of_compiler(), torch.inference_mode():
+    with keys_of_compiler(), torch.inference_mode(), counted:
         for past in (0, plan.context_tokens - rows):
             stage.prompt_after(past, rows, beside=False)
-            with counted:
-                stage.prompt_after(past, rows, beside=False)
     planned = vram.rows_bytes(spec, rows, stored) - vram.experts_bytes(spec, stored, rows)
     return {"rows_bytes": counted.peak, "planned_bytes": planned + long_bytes(spec, rows)}
 
