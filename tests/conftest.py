@@ -28,8 +28,11 @@ if not HAVE_GPU:
 # Of every program under test too: four times the cache of a large server would take each some seconds to touch.
 os.environ["PROA_RAM_PROBE"] = "64MiB"
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
+# Ignored for a shell's background jobs, and by nohup; programs under test would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SAMPLED = pytest.StashKey[tuple[int, int]]()  # how many cases of how many
 HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
