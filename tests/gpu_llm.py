@@ -1,19 +1,25 @@
-"""Real engine processes, with a GPU, simulated or not, or without one, over tiny checkpoints. Never: tests."""
+"""Real engines, in processes or in this one, with a GPU, simulated or not, or without one, over tiny checkpoints.
+Never: tests."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from engines import request
 from fakes import make_tokenizer
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
+from proa.engine.building.load import load_engine
 from proa.llm import AsyncLLM
+from proa.plan.plan import Plan
+from proa.types import Decision
 from tiny import make_tiny
 
 GPUS = [
@@ -49,3 +55,17 @@ async def launched(folder: Path, gpu: str, **options: Any) -> AsyncIterator[Asyn
         yield llm
     finally:
         await llm.close()
+
+
+def logprobs_after(plan: Plan, tokens: Sequence[int]) -> tuple[list[float], Sequence[Decision]]:
+    """The log-probabilities of eight tokens after a prompt, by an engine on the GPU in this process, and the start-up
+    table's rows."""
+    engine, ready = load_engine(plan, lambda loading: None)
+    engine.submit(request("a", list(tokens), 8, logprobs=0))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    found = [one.logprob for event in events for one in event.logprobs or []]
+    del engine
+    torch.cuda.empty_cache()
+    return found, ready.decisions
