@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import request
+from engines import finish_all, request
 from fakes import make_tokenizer
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
@@ -62,10 +62,7 @@ def logprobs_after(plan: Plan, tokens: Sequence[int]) -> tuple[list[float], Sequ
     table's rows."""
     engine, ready = load_engine(plan, lambda loading: None)
     engine.submit(request("a", list(tokens), 8, logprobs=0))
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    found = [one.logprob for event in events for one in event.logprobs or []]
+    found = [one.logprob for event in finish_all(engine)["a"] for one in event.logprobs or []]
     del engine
     torch.cuda.empty_cache()
     return found, ready.decisions

@@ -215,7 +215,8 @@ def test_sampled_layers(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_serve_leave_paths_as_they_are(options: dict[str, Any], tmp_path: Path, monkeypatch: Patch) -> None:
-    """Of its three layers two are sampled, with a file of counts and layer numbers of the whole model."""
+    """The check samples two of the model's three layers; the file of expert counts and the layer numbers describe the
+    whole model."""
     name = "experts in VRAM and RAM"
     report = checked(
         make_tiny("qwen3-moe", tmp_path), monkeypatch, gpu=SIM, only=name, number=0, most_bytes=1, **options

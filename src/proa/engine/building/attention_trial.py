@@ -20,6 +20,7 @@ from proa.types import Decision
 
 ROW = "attention of long prompts"
 OWN = "Proa's kernel"
+DETERMINISTIC = "--deterministic: segments depend on where a prompt is cut"  # why a library's kernel is not used
 
 
 class AttentionTrial:
@@ -62,7 +63,7 @@ class AttentionTrial:
         if not self._kernels:
             return None, None
         if self._deterministic:
-            return None, Decision(ROW, "auto", OWN, "--deterministic: segments depend on where a prompt is cut")
+            return None, Decision(ROW, "auto", OWN, DETERMINISTIC)
         self._thread.join()
         if self._refused:
             return None, Decision(ROW, "auto", OWN, f"cuDNN: {self._refused}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from proa.engine.building.attention_trial import DETERMINISTIC
 from proa.models.spec import Model
 from proa.ops.caches import Caches
 from proa.ops.expanded_latents import Causal, ExpandedAttention, flash
@@ -37,8 +38,7 @@ def result(
     if not kernels:
         return None, None
     if plan.deterministic:
-        why = "--deterministic: segments depend on where a prompt is cut"
-        return None, Decision(ROW, "auto", OVER_LATENTS, why)
+        return None, Decision(ROW, "auto", OVER_LATENTS, DETERMINISTIC)
     expanded = ExpandedAttention(causal, plan.max_batch_tokens)
     try:
         theirs, own = seconds(kernels[0], caches, expanded, traits, rows, past)
