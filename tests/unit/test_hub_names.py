@@ -102,6 +102,12 @@ def test_unknown_models(home: Path, model: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_folder_that_holds_no_model_is_named(home: Path) -> None:
+    (home / "empty").mkdir()
+    with pytest.raises(ModelNotFound, match=r"There is no model empty: the folder .*/empty has no config"):
+        locate("empty")
+
+
 def test_a_folder_whose_name_is_not_utf8_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = (home / "llama").rename(home / os.fsdecode(b"m\xffodel"))
     monkeypatch.chdir(odd)

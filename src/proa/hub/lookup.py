@@ -53,7 +53,7 @@ def look_up(model: str, revision: str | None = None, *, config_only: bool = Fals
     alias = load_aliases().get(model)
     reference = alias.reference if alias else parse_reference(model)
     if reference is None:
-        raise _not_found(model)
+        raise _not_found(model, is_folder=_path(model).is_dir())
     reference = reference.at(revision)
     cache = RepoCache(reference.repo)
     found = cache.find(reference, config_only)
@@ -106,11 +106,13 @@ def _holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
-def _not_found(model: str) -> ModelNotFound:
+def _not_found(model: str, *, is_folder: bool = False) -> ModelNotFound:
+    """is_folder: there is a folder of this name, which holds no model."""
     path = _path(model).absolute()
+    why = f"the folder {path} has no config.json and no .gguf file" if is_folder else "no such folder or .gguf file"
     hint = did_you_mean(path.name, [*_models_in(path.parent), *load_aliases(), *DEMO_NAMES])
     return ModelNotFound(
-        f"There is no model {model}: no such folder or .gguf file, and no such alias.",
+        f"There is no model {model}: {why}, and no such alias.",
         f"{hint} Give a path, a hub id (org/name), or one of the names that `proa models` lists.".strip(),
     )
 
