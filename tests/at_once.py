@@ -34,5 +34,6 @@ def beside_others(alone: bool) -> Iterator[None]:
         fcntl.flock(turn, fcntl.LOCK_UN)
         yield
     finally:
+        fcntl.flock(running, fcntl.LOCK_UN)  # closing it would leave the lock to a process that the test forked
         os.close(running)
         os.close(turn)

@@ -117,7 +117,9 @@ std::optional<size_t> number_in(const std::string& path) {
 std::optional<size_t> available_bytes(int node) {
     const auto anywhere = lesser(sum_of("/proc/meminfo", {"MemAvailable:"}), left_in_groups());
     if (node < 0) return anywhere;
-    const std::string path = "/sys/devices/system/node/node" + std::to_string(node) + "/meminfo";
+    const std::string nodes = "/sys/devices/system/node/", path = nodes + "node" + std::to_string(node) + "/meminfo";
+    // A virtual machine may count RAM in /proc/meminfo that its host adds to the node only when it is needed.
+    if (chosen_word(nodes + "has_memory") == std::to_string(node)) return anywhere;
     auto local = sum_of(path, {"MemFree:", "Active(file):", "Inactive(file):"});
     if (local) *local -= std::min(*local, kept_back(node));
     return lesser(local, anywhere);

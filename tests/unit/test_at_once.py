@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,19 @@ for _ in range(int(sys.argv[3])):
         file.write(f"+{sys.argv[2]}\\n"), file.flush()
         time.sleep(0.005)
         file.write(f"-{sys.argv[2]}\\n"), file.flush()
+"""
+
+
+FORKING = """
+import os, signal, sys
+from pathlib import Path
+import at_once
+
+at_once.__file__, at_once.FOLDER = (Path(sys.argv[1]) / name for name in ("turn", "running"))
+with at_once.beside_others(True):
+    if not (left := os.fork()):
+        signal.pause()
+print(left, flush=True)
 """
 
 
@@ -81,3 +95,17 @@ def test_pytest_inside_a_test_does_not_wait_for_one_that_waits_for_that_test(
         finally:
             inside.kill()
     assert waiting.wait(60) == 0
+
+
+def test_a_process_that_a_test_forked_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    for name in ("turn", "running"):
+        (tmp_path / name).touch()
+    others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    with subprocess.Popen(command, cwd=TESTS, env=others, stdout=subprocess.PIPE) as forking:
+        assert forking.stdout is not None
+        left = int(forking.stdout.readline())
+        try:
+            assert start(tmp_path, "beside", 1).wait(20) == 0
+        finally:
+            os.kill(left, signal.SIGKILL)

@@ -123,6 +123,24 @@ def test_a_server_with_two_nodes(tmp_path: Path) -> None:
     assert machine.notes == ()
 
 
+@pytest.mark.parametrize(("homes", "total_gib", "free_gib"), [("0", 128, 120), ("0-1", 4, 3)])
+def test_ram_that_a_virtual_machine_gets_when_it_is_needed(
+    tmp_path: Path, homes: str, total_gib: int, free_gib: int
+) -> None:
+    """The only node with memory has all of /proc/meminfo, though less is reported for it."""
+    meminfo = "\n".join(f"Node 0 {key}: {gib << 20} kB" for key, gib in (("MemTotal", 4), ("MemFree", 3)))
+    nodes = {
+        "sys/devices/system/node/online": "0-1",
+        "sys/devices/system/node/has_memory": homes,
+        "sys/devices/system/node/node0/cpulist": "0-7",
+        "sys/devices/system/node/node0/meminfo": meminfo,
+        "sys/devices/system/node/node1/cpulist": "8-15",
+    }
+    node, other = probe(tree(tmp_path, host(16, 128, 120) | nodes)).numa
+    assert (node.memory_bytes, node.available_bytes) == (total_gib * GIB, free_gib * GIB)
+    assert (other.memory_bytes, other.available_bytes) == (None, None)
+
+
 def test_a_quota_of_three_cores(tmp_path: Path) -> None:
     groups = {"": {}, "box": {"cpu.max": "max 100000"}, "box/app": {"cpu.max": "300000 100000"}}
     machine = probe(tree(tmp_path, host(64, 64, 60) | cgroup2("/box/app", groups)))

@@ -45,9 +45,10 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     cpus = _usable(root, online, limits)
     cores, packages = _cores(root, cpus)
     l3, l3_bytes = _l3(root, cpus)
-    nodes = _numa(root)
+    facts = parse_key_values(memory)
+    nodes = _numa(root, facts)
     found = find_gpus(cuda_environ(), root, nvml)
-    total, available, bound_by = _memory(parse_key_values(memory), limits, nodes, notes)
+    total, available, bound_by = _memory(facts, limits, nodes, notes)
     if not nodes:
         notes.append("no NUMA information: treated as one node")
     if not cores:
@@ -129,12 +130,15 @@ def _groups(groups: dict[object, list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _numa(root: Path) -> tuple[NumaNode, ...]:
+def _numa(root: Path, memory: dict[str, str]) -> tuple[NumaNode, ...]:
     base = root / "sys/devices/system/node"
     allowed = parse_key_values(read_text(root / "proc/self/status") or "").get("Mems_allowed_list")
-    nodes = []
+    homes, nodes = parse_cpu_list(read_text(base / "has_memory") or ""), []
+    # A virtual machine may count RAM in /proc/meminfo that its host adds to the node only when it is needed.
+    only = homes[0] if len(homes) == 1 else None
     for node in parse_cpu_list(read_text(base / "online") or ""):
-        facts = parse_key_values((read_text(base / f"node{node}/meminfo") or "").replace(f"Node {node} ", ""))
+        own = parse_key_values((read_text(base / f"node{node}/meminfo") or "").replace(f"Node {node} ", ""))
+        facts = memory if node == only else own
         nodes.append(
             NumaNode(
                 id=node,
@@ -149,8 +153,10 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
 
 
 def _node_available(facts: dict[str, str]) -> int | None:
-    """Estimate a node's available bytes (nodes have no MemAvailable): free pages plus page cache, which the kernel
-    drops on demand; None if unknown."""
+    """Estimate a node's available bytes: without MemAvailable, which nodes do not have, free pages plus page cache,
+    which the kernel drops on demand; None if unknown."""
+    if "MemAvailable" in facts:
+        return parse_kib(facts["MemAvailable"])
     if "MemFree" not in facts:
         return None
     return sum(parse_kib(facts.get(name, "0 kB")) for name in ("MemFree", "Active(file)", "Inactive(file)"))

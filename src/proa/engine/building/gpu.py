@@ -101,7 +101,7 @@ class GpuBuild:
         self._device = torch.device("cuda", index)
         # Prompts of all lengths reuse each other's memory. With segments of fixed size torch reserved 1.4 GiB more than
         # planned after prompts of 2048, 8192 and 16384 tokens (DeepSeek-V3, 6 layers, H200).
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(self._device)
         self._compiling.load_after(partial(torch.cuda.set_device, self._device))
         timeline.mark("CUDA")
