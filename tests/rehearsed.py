@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,15 @@ from proa.engine.building import rehearsal
 from proa.engine.building.compile_ahead import rehearsed, stored_types
 from proa.engine.building.gpu_plan import top_k
 from proa.engine.building.kept_variants import keep, key_of, read_kept
-from proa.engine.executors.batch import step_limits
+from proa.engine.executors.batch import Span, step_limits
+from proa.engine.executors.parts import BlockByBlock, Chunk
 from proa.machine.absent import with_gpu
 from proa.machine.probe import probe
 from proa.ops import ahead
 from proa.plan import vram
 from proa.plan.kernels import long_bytes
 from proa.plan.prepare import Prepared
+from proa.plan.ring import pass_bytes
 from quick_plan import prepare
 
 CAPABILITY = 90
@@ -89,14 +91,27 @@ def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
     return keys
 
 
+def stage_of(prepared: Prepared) -> rehearsal.Stage:
+    """The whole model on the meta device."""
+    plan, spec = prepared.plan, prepared.declared.spec
+    assert plan.gpu is not None
+    whole = rehearsal.Shown(spec, stored_types(plan, prepared.checkpoint, prepared.declared), plan.gpu)
+    return rehearsal.Stage(plan, whole, top_k(spec), CAPABILITY)
+
+
+def stage_with_weights(prepared: Prepared) -> rehearsal.Stage:
+    """They are made when they are first used."""
+    stage = stage_of(prepared)
+    with keys_of_compiler(), torch.inference_mode():
+        stage.prompt_after(0, 1, beside=False)
+    return stage
+
+
 def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Callable[[], None]]:
     """Steps of the whole model with `swept` numbers of rows up to SWEPT_ROWS, with some larger ones, and some behind
     a past of any length."""
-    plan, spec = prepared.plan, prepared.declared.spec
-    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
-    assert plan.gpu is not None
-    whole = rehearsal.Shown(spec, stored, plan.gpu)
-    stage = rehearsal.Stage(plan, whole, top_k(spec), CAPABILITY)
+    plan = prepared.plan
+    stage = stage_of(prepared)
     most = plan.max_batch_tokens
     small = range(1, min(SWEPT_ROWS, most) + 1)
     sizes = [*sorted(some.sample(small, min(swept, len(small)))), *(some.randint(1, most) for _ in range(12)), most]
@@ -110,18 +125,46 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 
 
+def pass_in_vram(prepared: Prepared, asked: EngineOptions) -> dict[str, int]:
+    """As rows_in_vram, of the longest step in parts, whose chunks are computed block by block: bytes beside those of a
+    chunk's rows."""
+    plan, spec, stage = prepared.plan, prepared.declared.spec, stage_with_weights(prepared)
+    tokens, hybrid = plan.pass_tokens, stage._hybrid
+    starts = range(0, tokens, plan.max_batch_tokens)
+    if hybrid.streaming is None or plan.cells is not None or len(starts) < 2:
+        return {}
+    hybrid.streaming.rates, hybrid.streaming.promotions = rehearsal._ALL_COPIES, None
+    ends, counted = [min(start + plan.max_batch_tokens, tokens) for start in starts], LiveBytes()
+    with keys_of_compiler(), torch.inference_mode(), counted:
+        hybrid.begin_pass(tokens, len(starts))
+        chunks = []
+        for start, end in zip(starts, ends, strict=True):
+            spans = (Span(range(end - start), start, (), end),)
+            chunks.append(Chunk(start, *stage._on.step(stage._on.inputs, end - start, spans, beside_decode=False)))
+        with hybrid.in_parts():
+            parts = BlockByBlock(stage._model, chunks, {}, lambda first: nullcontext())
+            parts.advance(1 << 30)
+            whole = parts.hidden
+        hybrid.end_pass()
+    assert parts.done
+    assert len(whole) == tokens
+    groups = 2 if hybrid.passes_in_groups else 1
+    return {
+        "pass_bytes": counted.peak,
+        "planned_pass_bytes": pass_bytes(spec, asked, tokens, plan.max_batch_tokens, groups),
+    }
+
+
 def rows_in_vram(prepared: Prepared) -> dict[str, int]:
     """Bytes of the rows of the largest steps with prompts, behind no past and the longest, and those planned for them
     beside the experts' workspaces, which are made at the start."""
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
-    assert plan.gpu is not None
-    stage = rehearsal.Stage(plan, rehearsal.Shown(spec, stored, plan.gpu), top_k(spec), CAPABILITY)
-    rows, counted = min(plan.max_batch_tokens, plan.context_tokens), LiveBytes()
+    rows, stage, counted = min(plan.max_batch_tokens, plan.context_tokens), stage_with_weights(prepared), LiveBytes()
     with keys_of_compiler(), torch.inference_mode(), counted:
         for past in (0, plan.context_tokens - rows):
             stage.prompt_after(past, rows, beside=False)
-    planned = vram.rows_bytes(spec, rows, stored) - vram.experts_bytes(spec, stored, rows)
+    planned = vram.rows_bytes(spec, rows, vram.device_row_bytes(spec), stored) - vram.experts_bytes(spec, stored, rows)
     return {"rows_bytes": counted.peak, "planned_bytes": planned + long_bytes(spec, rows)}
 
 
@@ -150,6 +193,7 @@ def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -
         "most_rows": plan.max_batch_tokens,
         "running": plan.max_running,
         **rows_in_vram(prepared),
+        **pass_in_vram(prepared, from_keywords(EngineOptions, vram=vram, **options)),
     }
 
 

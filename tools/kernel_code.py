@@ -5,11 +5,14 @@ code of each variant for sm_90, Hopper, and reports what differs.
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Code = Mapping[str, str]  # "ttir", "ptx"
 LEAST_COPIES = 4  # of 16 bytes: fewer mean that the compiler did not see the alignment
+MOST_STACK = 128  # bytes
 LINES_AROUND = 60  # of PTX before the first product, which fetch its operands
 
 
@@ -68,6 +71,20 @@ def unguarded_claims(variant: Any, code: Code) -> str:
     return "" if conditions == 2 else f"a fault record is claimed within {conditions} conditions, 2 expected"
 
 
+def large_stack(variant: Any, code: Code) -> str:
+    """A thread's stack, which holds spilled registers, is small: the driver takes it for all threads that a GPU can
+    hold, so that 1 KB of it takes 264 MiB of an H200's VRAM as soon as the kernel is loaded."""
+    from triton.knobs import nvidia
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(code["ptx"])
+        ptx.flush()
+        command = [nvidia.ptxas.path, "--verbose", "--gpu-name=sm_90a", "--output-file=/dev/null", ptx.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    nbytes = max(map(int, re.findall(r"(\d+) bytes stack frame", found)))
+    return "" if nbytes <= MOST_STACK else f"{nbytes} bytes of stack a thread, at most {MOST_STACK} expected"
+
+
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
@@ -82,6 +99,8 @@ def _copies_weights(variant: Any) -> bool:
 CHECKS: dict[str, tuple[Callable[[Any, Code], str], Callable[[Any], bool]]] = {
     "linear": (small_loads, lambda v: _copies_weights(v) and "bias" not in v.types),
     "linear_packed": (small_loads, _copies_weights),
+    "choose": (large_stack, lambda v: True),
+    "look_ahead": (large_stack, lambda v: True),
     "experts_few": (small_loads, _copies_weights),
     "experts_grouped": (small_loads, _copies_weights),
     "experts_fp8": (changed_codes, lambda v: v.constants["SCALE"] == "f32_panel" and "bias" not in v.types),

@@ -2,10 +2,11 @@
 
 Loads an engine in this process as `proa serve` would, plays requests that need every graph, the longest step, prompts'
 log-probabilities and sampling, and then says where VRAM is: what torch's allocator gave, by the line of Proa that asked
-for it, and the rest, which is the driver's: the context, modules of kernels, graphs.
+for it, and the rest, which is the driver's: the context, modules of kernels, graphs. With --prompts, prompts of these
+lengths are played too, and the lines are those of the moment when most was in use.
 
 Run: PYTHONPATH=src python benchmarks/probes/gpu_memory.py [MODEL] [--shape qwen3-30b-a3b --layers 8 --format bf16]
-     [--experts all] [--context N] [--max-running N] [--json]
+     [--experts all] [--context N] [--max-running N] [--prompts 2048,16384] [--json]
 MODEL: a folder, alias or GGUF file; without it random weights of --shape. Exit code 1: more was taken than planned.
 """
 
@@ -77,6 +78,8 @@ class Found:
     captured: int = 0
     loaded: set[str] = field(default_factory=set)  # lines that had memory when weights were loaded
     blocks: list[Block] = field(default_factory=list)
+    peak: list[Block] = field(default_factory=list)  # in use when most was
+    retries: int = 0  # times that torch gave cached memory back to allocate more
     reserved: int = 0
     reserved_by_graphs: int = 0
 
@@ -89,6 +92,27 @@ def blocks_of(segments: Segments) -> list[Block]:
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     ]
+
+
+def blocks_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[Block]:
+    """The blocks of a history that were in use when most bytes were: those that wait for another stream too."""
+    total, most, at, sizes = 0, 0, 0, dict[int, int]()
+    for i, event in enumerate(trace):
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            total += event["size"]
+        elif event["action"] == "free_completed":
+            total -= sizes.pop(event["addr"], 0)
+        if total > most:
+            most, at = total, i
+    live = dict[int, Block]()
+    for event in trace[: at + 1]:
+        if event["action"] == "alloc":
+            size = event["size"]
+            live[event["addr"]] = Block(line_of(event.get("frames", ())), size, size, in_graphs=False)
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    return list(live.values())
 
 
 def in_graphs(segment: Mapping[str, Any]) -> bool:
@@ -145,8 +169,11 @@ def details(found: Found) -> list[str]:
         f"torch: reserved {_mib(found.reserved)}, in use {_mib(used)} of which rounding {_mib(rounded)}; pools of "
         f"graphs reserved {_mib(found.reserved_by_graphs)}, in use {_mib(graphs_used)}",
     ]
+    if found.peak:
+        most = sum(block.bytes for block in found.peak)
+        lines.append(f"at most in use {_mib(most)}; cached memory given back to allocate more: {found.retries} times")
     by_line: Counter[str] = Counter()
-    for block in found.blocks:
+    for block in found.peak or found.blocks:
         by_line[f"{block.line or 'not Proa'} ({part_of(block, found.loaded)})"] += block.bytes
     return [*lines, *(f"  {_mib(size):>14}  {line}" for line, size in by_line.most_common(LINES))]
 
@@ -169,8 +196,8 @@ def planned(args: argparse.Namespace, folder: Path) -> Plan:
     return prepare(args.model or str(folder), options).plan
 
 
-def play(engine: Engine, plan: Plan) -> None:
-    """All graphs, the longest step, prompts' log-probabilities, sampling with log-probabilities."""
+def play(engine: Engine, plan: Plan, prompts: Sequence[int]) -> None:
+    """All graphs, the longest step, prompts' log-probabilities, sampling with log-probabilities, `prompts`."""
     vocab, context = engine.vocab, plan.context_tokens
     number = 0
 
@@ -198,25 +225,30 @@ def play(engine: Engine, plan: Plan) -> None:
     for i in range(plan.max_running):
         ask(5, 6, temperature=1.0, top_p=0.9, logprobs=5, repetition_penalty=1.1, seed=i)
     until_done()
+    for tokens in prompts:
+        ask(tokens, 4)
+        until_done()
 
 
-def measure(plan: Plan) -> Found:
+def measure(plan: Plan, prompts: Sequence[int]) -> Found:
     gpu = plan.gpu
     if gpu is None:
         raise SystemExit("The plan uses no GPU.")
     found, driver = Found(), Driver(gpu.vram.free_bytes)
     torch.empty(1, device="cuda")
     found.driver["context"] = driver.bytes()
-    torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    torch.cuda.memory._record_memory_history("all" if prompts else "state", stacks="python")
     _watch_captures(driver)
     _watch_loading(driver, found)
     engine, ready = load_engine(plan, lambda loading: None)
     found.driver["ready"] = driver.bytes()
-    play(engine, plan)
+    play(engine, plan, prompts)
     found.driver["played"] = driver.bytes()
     found.total = gpu.vram.free_bytes - torch.cuda.mem_get_info()[0]
-    segments = torch.cuda.memory._snapshot()["segments"]
-    found.blocks = blocks_of(segments)
+    snapshot = torch.cuda.memory._snapshot()
+    segments = snapshot["segments"]
+    found.blocks, found.peak = blocks_of(segments), blocks_at_peak(snapshot["device_traces"][0]) if prompts else []
+    found.retries = torch.cuda.memory_stats()["num_alloc_retries"]
     found.reserved = sum(segment["total_size"] for segment in segments)
     found.reserved_by_graphs = sum(segment["total_size"] for segment in segments if in_graphs(segment))
     found.captures, found.captured = driver.captures, driver.captured_bytes
@@ -266,11 +298,12 @@ def main() -> None:
     parser.add_argument("--experts", default="all")
     parser.add_argument("--context", type=int)
     parser.add_argument("--max-running", type=int, default=4)
+    parser.add_argument("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="proa-memory-") as folder:
         plan = planned(args, Path(folder))
-        found = measure(plan)
+        found = measure(plan, args.prompts)
     vram = plan.gpu.vram if plan.gpu is not None else None
     if vram is None:
         raise SystemExit("The plan uses no GPU.")

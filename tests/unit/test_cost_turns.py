@@ -109,11 +109,11 @@ def test_default_limit(gpu_only: bool, deterministic: bool, factor: float | None
 @pytest.mark.parametrize(
     ("row_bytes", "free_bytes", "least", "lengths"),
     [
-        (10, 10_000_000, 512, (4096, 2048, 1024)),
+        (10, 10_000_000, 512, (8192, 4096, 2048, 1024)),
         (10, 1_500_000, 512, (2048, 1024)),
         (10, 500_000, 512, ()),
-        (10, 10_000_000, 1024, (4096, 2048)),
-        (10, 10_000_000, 4096, ()),
+        (10, 10_000_000, 1024, (8192, 4096, 2048)),
+        (10, 10_000_000, 8192, ()),
     ],
 )
 def test_lengths_of_prefill_steps(row_bytes: int, free_bytes: int, least: int, lengths: tuple[int, ...]) -> None:

@@ -25,11 +25,14 @@ def planned(gib: float, **asked: Any) -> Plan:
         (0, {}, "2.5x", 512),  # CPU only: a layer of a longer step would stall decode
         (8, {}, "2.5x", 512),
         (24, {}, "2.5x", 2048),
-        (40, {}, "2.5x", 2048),
+        (40, {}, "2.5x", 4096),
         (141, {}, "none", 4096),  # the GPU computes all experts
         (141, {"max_itl": "1.5x"}, "1.5x", 4096),
         (141, {"max_itl": "20ms"}, "20.0 ms", 4096),
-        (80, {"gpu_experts": "none"}, "2.5x", 4096),
+        (80, {"gpu_experts": "none"}, "2.5x", 8192),
+        (80, {"gpu_experts": "none", "deterministic": True}, "2.5x", 4096),
+        (80, {"gpu_experts": "none", "prefill": "cpu"}, "2.5x", 4096),
+        (80, {"gpu_experts": "none", "max_batch_tokens": 4096}, "2.5x", 4096),
         (24, {"max_itl": "none"}, "none", 2048),
         (24, {"max_itl": "3X"}, "3x", 2048),
         (24, {"max_itl": "0.5s"}, "500 ms", 2048),
@@ -117,5 +120,5 @@ def test_asked_experts_shorten_steps() -> None:
 
 def test_a_model_without_experts_shares_steps() -> None:
     got = plan(DENSE, machine(124, gpu(24)))
-    assert (got.max_itl, got.max_batch_tokens, got.shared_tokens) == (None, 2048, 512)
+    assert (got.max_itl, got.max_batch_tokens, got.shared_tokens) == (None, 4096, 512)
     assert "; 512 while others decode" in row(got, "tokens per step")[2]

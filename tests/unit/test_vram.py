@@ -80,12 +80,11 @@ def test_latent_kv_in_vram() -> None:
 
 @pytest.mark.parametrize("rows", [512, 1024, 4096])
 def test_long_prompts_of_latents_have_buffers(rows: int) -> None:
-    """For 16 heads of 16384 tokens at most, beside what rows over latents have planned anyway."""
+    """For 16 heads of 16384 tokens at most, or for the rows that attend over latents at once, whichever is more."""
     (kernel,) = LATENT.kernels
     segment = 16 * 16384 * 2 * (128 + 128 + 2 * (128 + 64)) + 16384 * 2 * 576
     merged = rows * 16 * (4 * (2 * 192 + 4) + 4 * 192 + 4)
-    spared = rows * 16 * 2 * (512 + 576)
-    expected = segment + merged - spared if rows > 512 else 0
+    expected = segment + merged if rows > 512 else rows * 16 * 2 * (512 + 576)
     assert kernels.long_bytes(LITE, rows) == expected
     assert kernels.FACTS[type(kernel)].long_bytes(kernel, rows) == expected
 
@@ -174,11 +173,12 @@ def test_experts_get_half_of_the_vram_beside_dense_weights() -> None:
 def test_no_expert_fits_beside_dense_weights() -> None:
     dense = vram_demand(MIXTRAL, 16, 1, 512, False, {}).total_bytes(1024, 64)
     vram = dense + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
-    got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1, prefix_cache_ram=0)
+    asked = {"context": 1024, "max_running": 1, "prefix_cache_ram": 0, "max_batch_tokens": 512}
+    got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, **asked)
     assert not any(counts(got))
     assert check(got, MIXTRAL).inclusive
     assert row(got, "experts in VRAM")[1:] == ("none", "none fits beside dense weights and KV")
-    one = plan(MIXTRAL, machine(124, gpu(24)), vram=vram + 1, context=1024, max_running=1, prefix_cache_ram=0)
+    one = plan(MIXTRAL, machine(124, gpu(24)), vram=vram + 1, **asked)
     assert counts(one) == [1] + [0] * 31
 
 

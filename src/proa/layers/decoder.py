@@ -49,6 +49,7 @@ class Block:
         if self.mixer is not None:
             x, normed = self.norm1.of_sum(x, y)
             y = _scaled(self._ops, self.mixer(normed, step, caches), self._factor)
+            del normed  # the FFN may pause
         if self.ffn is not None:
             x, y = yield from self.ffn.parts(x, y, self.norm2, step.batch.slots)
             y = _scaled(self._ops, y, self._factor)
@@ -107,8 +108,8 @@ class Decoder:
         between."""
         x = self.embedded(tokens)
         for block, caches in zip(self.blocks, step.caches, strict=True):
-            after = yield from block.parts(x, None, step, caches)
-            x = self._sum(*after)
+            # What is summed up is not kept in a variable: it would live until this chunk goes on.
+            x = self._sum(*(yield from block.parts(x, None, step, caches)))
             yield x
 
     def block(self, number: int, x: Tensor, step: Step) -> Tensor:

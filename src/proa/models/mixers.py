@@ -3,8 +3,8 @@ of Proa needs to know about a mixer, in plain numbers. Never: torch, devices, ch
 
 A mixer declares its parameters, its rotary embeddings (`ropes`), its caches in the order in which its layer takes them
 (`caches`), the kernels that do its work (`kernels`; plan/kernels.py has their limits and buffers), its activations
-(`row_values`), its share of a decode graph (`graph_nodes`) and how files may spread a parameter over several tensors
-(`spread`). models/ranks.py divides it over ranks.
+(`row_values`, and those that a GPU's kernels write, `device_row_bytes`), its share of a decode graph (`graph_nodes`)
+and how files may spread a parameter over several tensors (`spread`). models/ranks.py divides it over ranks.
 """
 
 from __future__ import annotations
@@ -279,6 +279,11 @@ class Attention(_Mixer):
         return 4 * (self.q_rows + 2 * self.kv_heads * self.head_dim)
 
     @property
+    def device_row_bytes(self) -> int:
+        """Projections, keys and values apart, queries after rotary, the output: all bfloat16."""
+        return 2 * (self.q_rows + 2 * (2 * self.kv_heads + self.heads) * self.head_dim)
+
+    @property
     def pair_bytes(self) -> int:
         return 5 if self.sinks else 0  # a head's logits in float32, and a second mask
 
@@ -332,6 +337,12 @@ class GatedDeltaNet(_Mixer):
     def row_values(self) -> int:
         """The projections and what is computed from them (4 each), and the products of the convolution."""
         return (4 + self.taps) * self.channels + 4 * self.value_heads * self.value_dim
+
+    @property
+    def device_row_bytes(self) -> int:
+        """Both projections in bfloat16, the convolution's output and the rule's in float32, the gated one."""
+        values = self.value_heads * self.value_dim
+        return 2 * (self.channels + values + 2 * self.value_heads) + 4 * (self.channels + values) + 2 * values
 
     @property
     def row_flops(self) -> int:
@@ -408,6 +419,13 @@ class LatentAttention(_Mixer):
         """As for Attention, and each head's latent query, latent sum and output (2 each)."""
         among_latents = self.heads * (2 * self.rank + self.rope.dim + self.value_dim)
         return 4 * (self.q_rows + (self.q_rank or 0) + self.rank + self.rope.dim) + 2 * among_latents
+
+    @property
+    def device_row_bytes(self) -> int:
+        """Projections, the queries' latents before and after their norm, heads' values and the output, all bfloat16;
+        what attention takes besides is LatentKernel's (plan/kernels.py)."""
+        latents = 2 * (self.q_rank or 0) + self.rank + self.rope.dim
+        return 2 * (self.q_rows + latents + 2 * self.heads * self.value_dim)
 
     @property
     def pair_flops(self) -> int:

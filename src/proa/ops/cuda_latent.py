@@ -18,14 +18,12 @@ from proa.ops.caches import LatentPages
 from proa.ops.expanded_latents import ExpandedAttention
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.products import batched_into
-from proa.ops.sizes import attention_floats, expands
+from proa.ops.sizes import LATENT_ROWS, attention_floats, expands
 from proa.ops.table import Angles, AttentionBatch, DeviceBatch, Norm, Parameters
 from proa.ops.triton import latent_attention
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
 
-# Rows that attend over latents at once: with 128 heads of DeepSeek-V3 their queries and sums take 279 KB each.
-LATENT_ROWS = 1024
 FEW_TOKENS = 64  # up to this many, head_linear reads each head's weights once or a few times; above, cuBLAS is faster
 
 

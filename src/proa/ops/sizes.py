@@ -49,6 +49,8 @@ SEGMENT_VECTORS = 65536
 SEGMENTS_MERGED = 3  # most segments merged by one launch
 EXPANDED_BYTES = 320 << 20  # keys and values of a segment of latents, for a group of heads
 EXPANDED_MARGIN = 1.25  # they must need so many times fewer FLOPs than latents: they are written and read again
+# Rows that attend over latents at once: with 128 heads of DeepSeek-V3 their queries and sums take 279 KB each.
+LATENT_ROWS = 1024
 DELTA_CHUNK = 64  # rows of a chunk of the gated delta rule
 UNPACKED_BYTES = 64 << 20  # bfloat16 rows that a packed linear layer is dequantised to at a time, for many tokens
 BLOCK_TOKENS = (16, 32, 64, 128)  # sizes of the blocks of (token, expert) pairs in the grouped kernels

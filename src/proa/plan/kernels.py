@@ -25,7 +25,7 @@ class Facts:
 
     beyond_cpu, beyond_gpu: the reason why the native kernels, or a GPU's, cannot compute it; "" if they can.
     decode_floats: float32 elements of a GPU's partial results, in a decode step of so many sequences. row_floats: those
-    of a step of so many rows. long_bytes: bytes of the buffers for prompts with a long past, in such a step.
+    of a step of so many rows. long_bytes: bytes of attention's other buffers for prompts, in such a step.
     prompt_share: the part of Mixer.pair_flops that a GPU computes for so many rows of a prompt after so many others.
     """
 
@@ -72,7 +72,7 @@ def chunks_bytes(spec: Model, batch_tokens: int) -> int:
 
 
 def long_bytes(spec: Model, batch_tokens: int) -> int:
-    """Bytes of the buffers for prompts with a long past, for the kernel that needs most."""
+    """Bytes of attention's other buffers for prompts, for the kernel that needs most."""
     growing = (kernel for mixer in spec.mixers if mixer.seen(inf) == inf for kernel in mixer.kernels)
     return max((FACTS[type(k)].long_bytes(k, batch_tokens) for k in growing), default=0)
 
@@ -148,13 +148,13 @@ def _latent_floats(of: LatentKernel, sequences: int) -> int:
     return sizes.attention_floats(sequences, of.heads, of.rank, splits)
 
 
-def _expanded_bytes(of: LatentKernel, rows: int) -> int:
-    """Less the buffers of rows over latents, which are planned with the rows (LatentAttention.row_values) and which no
-    row needs whose keys and values are expanded."""
+def _latent_bytes(of: LatentKernel, rows: int) -> int:
+    """Queries and sums of rows over latents, or keys and values that are expanded."""
+    over_latents = 2 * min(rows, sizes.LATENT_ROWS) * of.heads * (2 * of.rank + of.rotary_dim)
     if rows <= sizes.PROMPT_ROWS[-1]:
-        return 0
-    nbytes = sizes.expanded_bytes(rows, of.heads, of.rank, of.rotary_dim, of.key_dim, of.value_dim)
-    return max(0, nbytes - 2 * rows * of.heads * (2 * of.rank + of.rotary_dim))
+        return over_latents
+    widths = of.rank, of.rotary_dim, of.key_dim, of.value_dim
+    return max(over_latents, sizes.expanded_bytes(rows, of.heads, *widths))
 
 
 def _expanded_share(of: LatentKernel, rows: int, past: int) -> float:
@@ -190,7 +190,7 @@ FACTS: dict[type[Kernel], Facts] = {
         _latent_on_cpu,
         _latent_on_gpu,
         decode_floats=_latent_floats,
-        long_bytes=_expanded_bytes,
+        long_bytes=_latent_bytes,
         prompt_share=_expanded_share,
     ),
     DeltaKernel: Facts(_delta_on_cpu, row_floats=_delta_floats),

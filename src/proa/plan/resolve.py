@@ -12,7 +12,7 @@ from typing import Any
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ResourceError, UsageError
-from proa.machine.cost.turns import SHARED_TOKENS, over_tokens
+from proa.machine.cost.turns import DECODING_TOKENS, SHARED_TOKENS, over_tokens
 from proa.machine.machine import Gpu, Machine
 from proa.machine.rates import RamRate
 from proa.models.names import Declared
@@ -232,7 +232,9 @@ def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
     longer = turn_tokens(case.spec, gpu, batch_tokens) if asked.max_batch_tokens is None else ()
     for tokens in longer:
         with suppress(ResourceError):  # the experts asked for leave no room for such long steps
-            return split(case, gpu, tokens), tokens
+            got = split(case, gpu, tokens)
+            if tokens <= DECODING_TOKENS or (got.pass_tokens and not asked.deterministic):
+                return got, tokens
     return split(case, gpu, batch_tokens), batch_tokens
 
 

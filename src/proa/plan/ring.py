@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proa.config.options import EngineOptions
+from proa.machine.cost.turns import DECODING_TOKENS
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
@@ -63,13 +64,13 @@ def plan_ring(
     cells = cells_beside_cpu(spec, layers, options, batch_tokens)
     least, grain = (batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)
     tokens = max(least, _whole(min(PASS_TOKENS, context_tokens), grain))
-    while tokens > least and _rows_bytes(spec, options, tokens, least, groups) > share * budget_bytes:
+    while tokens > least and pass_bytes(spec, options, tokens, least, groups) > share * budget_bytes:
         tokens = max(least, _whole(tokens // 2, grain))
     why = "a layer's experts are copied to the GPU while it computes the layer before"
     if groups > 1:
         of = f"{groups} groups of up to {bank_bytes // expert_bytes}"
         why = f"a layer's experts are copied to the GPU in {of}, each while it computes the one before"
-    rows_bytes = _rows_bytes(spec, options, tokens, least, groups)
+    rows_bytes = pass_bytes(spec, options, tokens, least, groups)
     return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why, cells)
 
 
@@ -92,15 +93,16 @@ def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:
     return groups * sizes.residency_bytes(len(layers), max(layer.experts for layer in layers))
 
 
-def _rows_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int, groups: int) -> int:
-    """Bytes of a pass beyond those of a step: hidden states before and after a block, at the end of the pass once more
-    as one tensor, angles, inputs of its chunks, and fault records. With several groups, each chunk also keeps the
-    experts' input, their sum in float32, the choice and where it was located."""
-    chunks = -(-tokens // batch_tokens)
+def pass_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int, groups: int) -> int:
+    """Bytes of a pass beyond those of a step: hidden states, at the end of the pass once more as one tensor, angles,
+    inputs of its chunks, and fault records. With several groups, each chunk also keeps what the block was given and the
+    mixer's output, the experts' input, their sum in float32, the choice and where it was located."""
+    chunk_tokens = min(batch_tokens, DECODING_TOKENS)
+    chunks = -(-tokens // chunk_tokens)
     angles = sum(sizes.angle_bytes(tokens, rope.dim) for rope in spec.ropes)
     pages = -(-(options.cache.context or spec.max_positions) // options.cache.page_tokens)
     inputs = (chunks - 1) * sizes.input_bytes(batch_tokens, options.scheduler.max_running, pages)
     top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
     faults = (tokens - batch_tokens) * (sizes.FAULT_COLUMNS + top_k) * 4
-    in_groups = tokens * ((2 + 4) * spec.hidden + 32 * top_k) if groups > 1 else 0
-    return 3 * 2 * tokens * spec.hidden + angles + inputs + faults + in_groups
+    in_groups = tokens * ((2 + 2 + 2 + 4 - 2) * spec.hidden + 32 * top_k) if groups > 1 else 0
+    return 2 * 2 * tokens * spec.hidden + angles + inputs + faults + in_groups

@@ -14,7 +14,7 @@ from proa.machine.machine import Gpu
 from proa.models.spec import Model
 from proa.obs.units import format_ms
 from proa.plan.plan import GpuPlan, Roof
-from proa.plan.vram import rows_bytes
+from proa.plan.vram import device_row_bytes, rows_bytes
 from proa.types import Decision
 
 _GAP = re.compile(r"(\d+(?:\.\d+)?)\s*(x|ms|s)", re.IGNORECASE | re.ASCII)
@@ -75,7 +75,10 @@ def gap_limit(
 
 def turn_tokens(spec: Model, gpu: Gpu, least: int) -> tuple[int, ...]:
     """Candidate lengths of prefill steps in turns, above `least` tokens, the longest first; none on a simulated GPU."""
-    return () if gpu.simulated else turns.turn_tokens(partial(rows_bytes, spec), gpu.free_bytes, least)
+    each_bytes = device_row_bytes(spec)
+    if gpu.simulated:
+        return ()
+    return turns.turn_tokens(partial(rows_bytes, spec, each_bytes=each_bytes), gpu.free_bytes, least)
 
 
 def batch_row(options: SchedulerOptions, got: int, shared: int | None) -> Decision:

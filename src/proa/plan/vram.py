@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from proa.machine.cost.turns import over_tokens
-from proa.models.spec import Model, Moe
+from proa.models.spec import Block, Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 from proa.ops import sizes
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, SCORED_ROWS, Demand, logits_bytes, row_bytes
@@ -48,6 +48,8 @@ LOGIT_COPIES = 3  # float32: the graphs' common output, one in the graphs' pool,
 
 # Split-K programs of packed linear layers write partial sums: up to 198 of 128 x 128 in float32.
 LINEAR_PARTIAL_BYTES = 13 << 20
+
+ROW_PERCENT = 125  # of the bytes of rows' tensors, with what torch's allocator loses between them
 
 # Buffer for the CPU's results of the down projection, by (token, expert) pair (decision 017).
 SLOTS_BYTES = 64 << 20
@@ -134,7 +136,7 @@ def vram_demand(
 ) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`."""
     if simulated:  # steps are plain torch: page tables have an int64 for each page of each running request
-        base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, stored)
+        base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, row_bytes(spec), stored)
         per_token = -(-8 * max_running // page_tokens)
     else:
         base, per_token = _workspace(spec, page_tokens, max_running, batch_tokens, stored)
@@ -159,7 +161,7 @@ def _workspace(
     fixed = (
         ALLOCATOR_BYTES,
         scoring_bytes(spec.vocab, max_running),
-        rows_bytes(spec, batch_tokens, stored),
+        rows_bytes(spec, batch_tokens, device_row_bytes(spec), stored),
         max_running * row_bytes(spec),  # activations in the graphs' pool
         _over_bytes(spec, max_running, over_tokens(batch_tokens)),
         partials_bytes(spec, max_running),
@@ -179,11 +181,25 @@ def _over_bytes(spec: Model, max_running: int, tokens: int) -> int:
     return sizes.input_bytes(tokens, max_running, 1) + angles + 3 * 2 * tokens * spec.hidden
 
 
-def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None = None) -> int:
-    """Bytes on the GPU for the rows of a step: activations, experts' workspaces, copies of rows to and from the CPU."""
+def device_row_bytes(spec: Model) -> int:
+    """Activations of one row on a GPU, in bfloat16: residual, norms and their sums with it (6 * hidden), and what the
+    mixer or the FFN writes, gate, up and their product (4 * width); then what the allocator loses between them."""
+
+    def nbytes(block: Block) -> int:
+        mixed = block.mixer.device_row_bytes if block.mixer else 0
+        return 2 * 6 * spec.hidden + max(mixed, 2 * 4 * (block.ffn.widest if block.ffn else 0))
+
+    return max(map(nbytes, spec.blocks), default=0) * ROW_PERCENT // 100
+
+
+def rows_bytes(
+    spec: Model, batch_tokens: int, each_bytes: int, stored: Mapping[str, str] | None = None
+) -> int:  # fmt: skip
+    """Bytes on the GPU for the rows of a step: activations, experts' workspaces, copies of rows to and from the CPU.
+    each_bytes: activations of one row."""
     passing = max((6 * ffn.hidden for ffn in spec.routed.values()), default=0)
     experts = experts_bytes(spec, stored or {}, batch_tokens)
-    return batch_tokens * (row_bytes(spec) + passing) + experts + chunks_bytes(spec, batch_tokens)
+    return batch_tokens * (each_bytes + passing) + experts + chunks_bytes(spec, batch_tokens)
 
 
 def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from proa.machine.cost.turns import DECODING_TOKENS
 from proa.ops.sizes import prompt_rows
 from proa.plan.budget import SCORED_ROWS
 from proa.plan.cells import Cells
@@ -143,10 +144,10 @@ def _part(span: Span, first: int, count: int) -> Span:
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step that an executor allocates buffers for. rows: computed at once; pass_rows: of a step in parts,
-    which is computed in chunks of `rows`; over_rows: of a step in parts that overtakes another one, 0: none does.
-    prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs for; block_rows: of steps in parts
-    whose blocks have graphs. cells: the chunks of steps in parts, of at most `rows` rows; None: they have any size up
-    to that."""
+    which is computed in chunks of `rows`, or of fewer while others decode; over_rows: of a step in parts that
+    overtakes another one, 0: none does. prompt_rows: sizes, rising, of whole steps with prompts that a GPU has graphs
+    for; block_rows: of steps in parts whose blocks have graphs. cells: the chunks of steps in parts, of at most `rows`
+    rows; None: they have any size up to that."""
 
     rows: int
     sequences: int
@@ -169,12 +170,16 @@ class StepLimits:
         """Most chunks of a step in parts."""
         if self.cells is not None and not self.pass_rows:
             return 1
-        return -(-self.rows_in_parts // self.chunk_rows)
+        return -(-self.rows_in_parts // self.most_rows(decoding=True))
 
     @property
     def chunk_rows(self) -> int:
         """Most rows of a chunk of a step in parts."""
         return self.rows if self.cells is None else self.cells.tokens
+
+    def most_rows(self, *, decoding: bool) -> int:
+        """Most rows of a chunk of a step in parts that begins while others decode, or while none does."""
+        return min(self.chunk_rows, DECODING_TOKENS) if decoding else self.chunk_rows
 
 
 def positions_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

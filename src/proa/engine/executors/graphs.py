@@ -247,11 +247,10 @@ class GraphExecutor:
     def _begin_parts(self, step: GraphStep, share: float) -> None:
         """Begin the pass, whose first copies then run meanwhile, and write the step's inputs, which no step between its
         parts touches. share: see launch_in_parts."""
-        cut, places = chunks_of(step.batch.spans, self._limits.rows, self._limits.cells), self._on.chunk_inputs
-        if step.overtakes:
-            places, most = self._on.over_inputs, self._limits.over_rows
-            if step.batch.num_tokens > most:
-                raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
+        cut = chunks_of(step.batch.spans, self._limits.most_rows(decoding=share > 0), self._limits.cells)
+        places = self._on.over_inputs if step.overtakes else self._on.chunk_inputs
+        if step.overtakes and step.batch.num_tokens > (most := self._limits.over_rows):
+            raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
         if len(cut) > len(places):
             raise ValueError(f"a step in parts may have {len(places)} chunks, not {len(cut)}")
         wide = min(sum(len(span.tokens) for span in spans) for spans in cut) >= FEW_ROWS

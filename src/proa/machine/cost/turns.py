@@ -31,7 +31,10 @@ GRAIN_TOKENS = 64  # lengths of prefill steps beside decode are multiples of thi
 
 # Decode waits for a whole shared step, but only for a block of a step in turns. In turns, long steps pay off for the
 # CPU's experts: on an Emerald Rapids, 4096 tokens took a third of the time in one step that they took in eight.
-SHARED_TOKENS, TURN_TOKENS = 512, (4096, 2048, 1024)
+SHARED_TOKENS, TURN_TOKENS = 512, (8192, 4096, 2048, 1024)
+# Longest chunks that others may decode beside or between. Longer ones only where prompts stream, and while nothing
+# decodes: an expert has twice the rows then (docs/lab/prefill-h200.md).
+DECODING_TOKENS = 4096
 MOST_VRAM = 0.02  # share of free VRAM that the rows of a step in turns may take
 
 

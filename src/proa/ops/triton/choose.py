@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.models.spec import Router
 from proa.ops.residency import Located, Residency
 from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import Norm, RouterRule
@@ -31,7 +32,6 @@ from proa.ops.triton.route import (
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS, MOST_COLUMNS = 4, 8192
-_WARPS = 1  # so that reductions need no barrier
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class ChoiceSpace:
 
     logits: Tensor  # float32 [MOST_ROWS, MOST_EXPERTS]
     arrived: Tensor  # int32 [MOST_ROWS], 0 between calls
+
+
+def warps_for(columns: int) -> int:
+    """One warp, whose reductions need no barrier, unless it would spill a row: with 8192 columns it needs 3.5 KB of
+    stack for each thread, and the driver takes that for all threads that a GPU can hold, 690 MiB of an H200's VRAM."""
+    return 1 if columns <= 4096 else 4
 
 
 def choice_space(device: torch.device) -> ChoiceSpace:
@@ -151,12 +157,13 @@ def choose(
         block = to.block
         bell = (block.header, block.ids, block.weights, block.x, block.rung, to.state, to.layer)
     if rows:
+        columns = triton.next_power_of_2(width)
         _choose[(experts, rows)](
             x, y, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.arrived,
             out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
             residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
             x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width, norm.eps, norm.offset,
-            **rule_arguments(experts, rule), COLUMNS=triton.next_power_of_2(width), ALONE=rows == 1, num_warps=_WARPS,
+            **rule_arguments(experts, rule), COLUMNS=columns, ALONE=rows == 1, num_warps=warps_for(columns),
         )  # fmt: skip
 
 
@@ -198,6 +205,11 @@ def _check(
             raise ValueError(f"total and normed must be bfloat16 {tuple(x.shape)}, not {got}")
 
 
+def some_columns(experts: int, router: Router) -> int:
+    """Of published models with such a router, and the most."""
+    return 8192 if experts == 1024 or router.groups is not None else 4096 if router.linear_bias else 2048
+
+
 def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "y", "weight", "router", "total", "normed"), "*bf16")
     types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64")
@@ -216,7 +228,7 @@ def variants() -> Iterator[Variant]:
         more |= in_place if experts in (256, 512) or router.linear_bias else {}
         more |= bell if experts in (128, 256) else {}
         absent = dict.fromkeys(name for name in optional if name not in more)
-        width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
         constants = rule_constants(experts, RouterRule(top_k, router)) | absent
-        constants |= {"COLUMNS": triton.next_power_of_2(width), "ALONE": experts == 128}
-        yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)
+        columns = some_columns(experts, router)
+        constants |= {"COLUMNS": columns, "ALONE": experts == 128}
+        yield Variant(_choose, types | more, constants, warps=warps_for(columns), aligned=aligned)

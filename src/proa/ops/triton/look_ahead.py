@@ -22,12 +22,11 @@ from proa.ops.bell_block import BellBlock
 from proa.ops.routing import NUMBERS, rule_arguments, rule_constants
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.bell import ring
-from proa.ops.triton.choose import RouterRows, check_asked
+from proa.ops.triton.choose import RouterRows, check_asked, some_columns, warps_for
 from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, experts_of_lanes
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS = FORESEEN_ROWS
-_WARPS = 1
 # Words of `state`: number of the last prediction, rows that have chosen, then per row the experts that have arrived.
 _NUMBER, _ROWS, _ARRIVED = (tl.constexpr(i) for i in range(3))
 _LAYER, _COUNT = tl.constexpr(1), tl.constexpr(2)  # offsets of the layer and the count behind the prediction's number
@@ -86,6 +85,7 @@ def _look_ahead(
         if ALONE or tl.atomic_add(state + _ROWS, 1, sem="acq_rel", scope="sys") == rows - 1:
             tl.debug_barrier()  # all threads have read the counter
             number = tl.load(state + _NUMBER) + 1
+            tl.debug_barrier()  # all threads have read it
             tl.store(state + _ROWS, 0)
             tl.store(state + _NUMBER, number)
             tl.store(foreseen + _LAYER, layer)
@@ -107,12 +107,13 @@ def look_ahead(
     experts = len(router.weight)
     _check(x, norm, router, slots, cpu, rule)
     if rows:
+        columns = triton.next_power_of_2(width)
         _look_ahead[(experts, rows)](
             x, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.state, cpu,
             block.foreseen, block.foreseen_ids, layer,
             x.stride(0), router.weight.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset,
-            **rule_arguments(experts, rule), COLUMNS=triton.next_power_of_2(width), ALONE=rows == 1, num_warps=_WARPS,
+            **rule_arguments(experts, rule), COLUMNS=columns, ALONE=rows == 1, num_warps=warps_for(columns),
         )  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def variants() -> Iterator[Variant]:
         more = {"correction": "*fp32"} if router.correction else {}
         more |= {"router_bias": "*bf16"} if router.linear_bias else {}
         absent = dict.fromkeys(name for name in ("correction", "router_bias") if name not in more)
-        width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
         constants = rule_constants(experts, RouterRule(top_k, router)) | absent
-        constants |= {"COLUMNS": triton.next_power_of_2(width), "ALONE": experts == 128}
-        yield Variant(_look_ahead, types | more, constants, warps=_WARPS, aligned=aligned)
+        columns = some_columns(experts, router)
+        constants |= {"COLUMNS": columns, "ALONE": experts == 128}
+        yield Variant(_look_ahead, types | more, constants, warps=warps_for(columns), aligned=aligned)
