@@ -9,12 +9,14 @@ Run: python benchmarks/probes/gpu_latent.py [--sweep]   --sweep also tries other
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds, processors, rand
 from torch import Tensor
 
 from proa.ops.caches import LatentPages
+from proa.ops.cuda_attention import Rectangle, cudnn
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.expanded_latents import ExpandedAttention, flash
 from proa.ops.gpu_traits import traits_of
@@ -85,30 +87,36 @@ def prefill_time(q_len: int, kv_len: int, heads: int) -> float:
     return microseconds([lambda: latent_attention.prefill(q, cache, table, starts, lens, SCALE, shared, out)])
 
 
-def expanded_time(q_len: int, kv_len: int, heads: int) -> tuple[float, float]:
-    """Microseconds of one layer with absorbed weights, and with expanded keys and values; both with W_k and W_v."""
+def expanded_times(q_len: int, kv_len: int, heads: int) -> tuple[float, ...]:
+    """Microseconds of one layer with absorbed weights, with keys and values that are expanded for flash-attention, and
+    for cuDNN; all with W_k and W_v."""
     cache, table, lens = paged(1, kv_len)
     maps = maps_of(heads)
     weight = maps.weight.view(heads, 256, RANK)
     q, seen, out = rand(q_len, heads, 128 + KEY), rand(q_len, heads, RANK), rand(q_len, heads, 128)
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
-    shared, attention = traits_of(q.device).shared_bytes, ExpandedAttention(flash, q_len)
+    shared = traits_of(q.device).shared_bytes
 
     def absorbed() -> None:
         latent_attention.prefill(maps.queries(q), cache, table, starts, lens, SCALE, shared, seen)
         maps.values(seen)
 
-    def expanded() -> None:
+    def expanded(by: Rectangle | None) -> None:
+        attention = ExpandedAttention(flash, q_len, by)
         attention.attend(q, weight, cache, table[0], kv_len - q_len, SCALE, out, beside_decode=False)
 
-    return microseconds([absorbed]), microseconds([expanded])
+    return tuple(microseconds([of]) for of in (absorbed, partial(expanded, None), partial(expanded, cudnn)))
 
 
 def expansions() -> None:
     for name, heads in HEADS.items():
         for q_len, kv_len in ((1024, 1024), (1024, 4096), (1024, 16384), (1024, 65536), (4096, 16384)):
-            own, library = expanded_time(q_len, kv_len, heads)
-            print(f"prefill {name}, {q_len} of {kv_len}: absorbed {own:.0f} us, expanded {library:.0f} us", flush=True)
+            own, by_flash, by_cudnn = expanded_times(q_len, kv_len, heads)
+            print(
+                f"prefill {name}, {q_len} of {kv_len}: absorbed {own:.0f} us, expanded {by_flash:.0f} us by "
+                f"flash-attention, {by_cudnn:.0f} us by cuDNN and flash-attention",
+                flush=True,
+            )
 
 
 def prefills() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,6 +36,10 @@ def refuse(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: boo
     raise RuntimeError("No available kernel.\nThe second line is not shown.")
 
 
+def refuse_rectangle(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("No cuDNN.")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_tiny(
@@ -50,7 +55,7 @@ def plan_of(folder: Path, gpu: str = "sim:1GiB", **options: object) -> Plan:
 def tried(folder: Path, plan: Plan) -> tuple[ExpandedAttention | None, tuple[str, str, str] | None]:
     spec = open_checkpoint(folder, "auto", {}).declare().spec
     caches = ((LatentPages(torch.zeros(8, 16, 72, dtype=torch.bfloat16), 64),),)
-    found, row = result(plan, spec, caches, GpuTraits(90, 1), refuse)
+    found, row = result(plan, spec, caches, GpuTraits(90, 1), refuse, refuse_rectangle)
     return found, row and (row.name, row.got, row.why)
 
 
@@ -60,27 +65,52 @@ def tried(folder: Path, plan: Plan) -> tuple[ExpandedAttention | None, tuple[str
         ({"max_batch_tokens": 512}, False, None),  # all steps of prompts may be graphs
         ({"context": 400}, False, None),
         ({}, True, "--deterministic: segments depend on where a prompt is cut"),
-        ({}, False, "flash-attention: No available kernel."),
+        (
+            {},
+            False,
+            "a layer of 1024 tokens behind 16384: over latents 2.00 ms; flash-attention: No available kernel.; "
+            "cuDNN and flash-attention: No available kernel.",
+        ),
     ],
 )
 def test_latents_stay_and_the_row_says_why(
     folder: Path, options: dict[str, object], deterministic: bool, why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def seconds(*args: Any, **others: Any) -> float:
+        return 0.002 if args[2] is None else latent_rates.seconds(*args, **others)
+
     monkeypatch.setattr(latent_rates, "fastest_s", lambda launch, runs: launch())
+    monkeypatch.setattr(latent_trial, "seconds", seconds)
     plan = msgspec.structs.replace(plan_of(folder, **options), deterministic=deterministic)
     assert tried(folder, plan) == (None, why and (ROW, OVER_LATENTS, why))
 
 
-@pytest.mark.parametrize(("expanded_s", "used"), [(0.001, True), (0.003, False)])
-def test_the_faster_way_is_used(folder: Path, expanded_s: float, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_trial, "seconds", lambda *args: (expanded_s, 0.002))
+@pytest.mark.parametrize(
+    ("flash_s", "cudnn_s", "best"),
+    [
+        (0.003, 0.001, "expanded, by cuDNN and flash-attention"),
+        (0.001, 0.004, "expanded, by flash-attention"),
+        (0.003, 0.003, OVER_LATENTS),
+    ],
+)
+def test_the_fastest_way_is_used(
+    folder: Path, flash_s: float, cudnn_s: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(*args: Any, **others: Any) -> float:
+        way = args[2]
+        return 0.002 if way is None else flash_s if way._rectangle is None else cudnn_s
+
+    monkeypatch.setattr(latent_trial, "seconds", seconds)
     found, row = tried(folder, plan_of(folder))
-    assert (found is not None) is used
-    why = f"1024 tokens behind 4096: {1e3 * expanded_s:.2f} ms a layer expanded, 2.00 ms over latents"
-    assert row == (ROW, "expanded keys and values, flash-attention" if used else OVER_LATENTS, why)
+    assert (found is not None) is (best != OVER_LATENTS)
+    assert row is not None
+    assert row[:2] == (ROW, best)
+    start = f"a layer of 1024 tokens behind 16384: expanded, by flash-attention {1e3 * flash_s:.2f} ms"
+    assert row[2].startswith(start)
+    assert row[2].endswith(f"flash-attention {1e3 * cudnn_s:.2f} ms, over latents 2.00 ms")
 
 
-def test_both_ways_are_timed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_are_timed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, done = [], list[Tensor]()
 
     def causal(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -93,8 +123,8 @@ def test_both_ways_are_timed(device: torch.device, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(latent_rates, "fastest_s", timed)
     caches = ((LatentPages(torch.zeros(8, 16, 40, dtype=torch.bfloat16, device=device), 32),),)
-    expanded = ExpandedAttention(causal, 600)
-    assert latent_rates.seconds(KERNEL, caches, expanded, GpuTraits(90, 1), 600, 64) == (1.0, 2.0)
+    ways = ExpandedAttention(causal, 600), None
+    assert [latent_rates.seconds(KERNEL, caches, way, GpuTraits(90, 1), 600, 64) for way in ways] == [1.0, 2.0]
     assert calls == [(600, 664)]
     assert [one.shape for one in done] == [(600, 16)] * 2
 
@@ -104,7 +134,7 @@ def test_both_ways_are_timed(device: torch.device, monkeypatch: pytest.MonkeyPat
 def test_a_long_prompt_has_the_same_log_probabilities(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --deterministic all attention is over latents. Prompts of which no answered token's experts are a tie: the
     CPU in bfloat16 is within 0.016 of float32; with seed 0 one token is 0.08 off."""
-    monkeypatch.setattr(latent_trial, "seconds", lambda *args: (0.001, 0.002))
+    monkeypatch.setattr(latent_trial, "seconds", lambda *args, **others: 0.002 if args[2] is None else 0.001)
     rng, found = random.Random(1), []
     tokens = [rng.randrange(3, 500) for _ in range(19_000)]
     for deterministic in (False, True):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.triton_bounds import rand
-from proa.ops import cuda_latent, reference, sizes
+from proa.ops import cuda_latent, expanded_latents, reference, sizes
 from proa.ops.caches import LatentPages
+from proa.ops.cuda_attention import Rectangle, cudnn
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.expanded_latents import Causal, ExpandedAttention, flash, segments_for
 from proa.ops.gpu_traits import GpuTraits
@@ -30,6 +31,19 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
         logits = logits.masked_fill(last < torch.arange(len(keys), device=q.device), -torch.inf)
     out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values.float())
     return out.bfloat16().contiguous(), logits.logsumexp(-1)
+
+
+class Tiles:
+    """A library's attention without a mask, in float32. shapes: rows and keys that it was called with."""
+
+    def __init__(self) -> None:
+        self.shapes = set[tuple[int, int]]()
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        self.shapes.add((q.shape[2], keys.shape[2]))
+        q, keys, values = (x[0].transpose(0, 1) for x in (q, keys, values))
+        out, logs = plain(q, keys, values, scale, causal=False)
+        return out.transpose(0, 1)[None], logs[None, :, :, None]
 
 
 @given(st.integers(1, 5000), st.integers(0, 70000), st.sampled_from([64, 4096]), st.sampled_from([16, 64]))
@@ -56,8 +70,8 @@ def test_it_is_chosen_where_it_needs_clearly_fewer_products(rows: int, past: int
 
 
 def check(
-    causal: Causal, rows: int, past: int, heads: int, widths: tuple[int, int, int, int], most: int,
-    rng: torch.Generator, device: torch.device,
+    causal: Causal, rows: int, past: int, heads: int, widths: tuple[int, int, int, int], most: tuple[int, ...],
+    rng: torch.Generator, device: torch.device, by: Rectangle | None = None, tile_rows: int = 1024,
 ) -> None:  # fmt: skip
     """widths: K, R, V, rank. Compare with absorbed attention of the same latents in float32."""
     k, r, v, rank = widths
@@ -69,12 +83,12 @@ def check(
     table, stored, weight, q = (x.to(device) for x in (table, stored, weight, q))
     out = torch.full((rows, heads, v), torch.nan, dtype=torch.bfloat16, device=device)
     cache = LatentPages(stored, rank)
-    expanded = ExpandedAttention(causal, rows, most, PAGE)
+    expanded = ExpandedAttention(causal, rows, by, most, (PAGE,), tile_rows)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     expanded.attend(q, weight, cache, table, past, scale, out, beside_decode=False)
-    if device.type == "cuda" and most == SEGMENT_TOKENS[0]:
+    if device.type == "cuda" and most == SEGMENT_TOKENS:
         taken = torch.cuda.max_memory_allocated() - before
         assert taken <= expanded_bytes(rows, heads, rank, r, k, v) + (1 << 20)  # flash-attention's random state
     seen = stored[table.long()].flatten(0, 1)[: past + rows].float()
@@ -97,7 +111,28 @@ def test_expanded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sizes, "EXPANDED_BYTES", 200_000)  # heads in groups
-    check(plain, rows, past, heads, widths, 64, rng, device)
+    check(plain, rows, past, heads, widths, (64,), rng, device)
+
+
+@pytest.mark.parametrize(("rows", "past", "segments"), [(16, 16, {16}), (33, 64, {64}), (70, 379, {64, 32, 16})])
+@pytest.mark.parametrize(("heads", "widths"), [(5, (128, 64, 128, 96)), (2, (24, 8, 16, 40))])
+def test_whole_segments_have_a_kernel_of_their_own(
+    rows: int, past: int, segments: set[int], heads: int, widths: tuple[int, int, int, int], rng: torch.Generator,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Which sees tiles of one size, some of whose last rows are not the prompt's."""
+    monkeypatch.setattr(sizes, "EXPANDED_BYTES", 200_000)
+    tiles = Tiles()
+    check(plain, rows, past, heads, widths, (64, 32, 16), rng, device, tiles, 16)
+    assert tiles.shapes == {(16, tokens) for tokens in segments}
+
+
+@pytest.mark.parametrize("by", [None, Tiles()])
+def test_many_rows_are_computed_in_blocks(
+    by: Rectangle | None, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expanded_latents, "EXPANDED_ROWS", 48)
+    check(plain, 100, 37, 3, (24, 8, 16, 40), (64, 32, 16), rng, device, by, 32)
 
 
 @pytest.mark.gpu
@@ -105,19 +140,21 @@ def test_expanded(
 @pytest.mark.parametrize(
     ("heads", "widths"), [(128, (128, 64, 128, 512)), (16, (128, 64, 128, 512)), (8, (64, 64, 64, 256))]
 )
-def test_flash(
-    rows: int, past: int, heads: int, widths: tuple[int, int, int, int], rng: torch.Generator, device: torch.device
-) -> None:
+@pytest.mark.parametrize("by", [None, cudnn])
+def test_libraries(
+    rows: int, past: int, heads: int, widths: tuple[int, int, int, int], by: Rectangle | None, rng: torch.Generator,
+    device: torch.device,
+) -> None:  # fmt: skip
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    check(flash, rows, past, heads, widths, 16384, rng, device)
+    check(flash, rows, past, heads, widths, SEGMENT_TOKENS, rng, device, by)
 
 
 class Watched(ExpandedAttention):
     """Notes which sequences it computes."""
 
     def __init__(self, most_rows: int) -> None:
-        super().__init__(plain, most_rows, 64, PAGE)
+        super().__init__(plain, most_rows, None, (64,), (PAGE,))
         self.seen: list[tuple[int, int, bool]] = []
 
     def attend(self, q: Tensor, *args: object, beside_decode: bool) -> None:  # type: ignore[override]

@@ -78,12 +78,12 @@ def test_latent_kv_in_vram() -> None:
     assert plan(QWEN3_30B, machine(124, gpu(80, capability=(7, 5))), gpu="0").gpu is not None
 
 
-@pytest.mark.parametrize("rows", [512, 1024, 4096])
+@pytest.mark.parametrize("rows", [512, 1024, 4096, 8192])
 def test_long_prompts_of_latents_have_buffers(rows: int) -> None:
     """For 16 heads of 16384 tokens at most, or for the rows that attend over latents at once, whichever is more."""
     (kernel,) = LATENT.kernels
     segment = 16 * 16384 * 2 * (128 + 128 + 2 * (128 + 64)) + 16384 * 2 * 576
-    merged = rows * 16 * (4 * (2 * 192 + 4) + 4 * 192 + 4)
+    merged = min(rows, 4096) * 16 * (2 * 192 + 5 * (2 * 192 + 4) + 4 * 192 + 4)
     expected = segment + merged if rows > 512 else rows * 16 * 2 * (512 + 576)
     assert kernels.long_bytes(LITE, rows) == expected
     assert kernels.FACTS[type(kernel)].long_bytes(kernel, rows) == expected

@@ -48,6 +48,7 @@ SHORT_SEGMENT_TOKENS = SEGMENT_TOKENS[1:]
 SEGMENT_VECTORS = 65536
 SEGMENTS_MERGED = 3  # most segments merged by one launch
 EXPANDED_BYTES = 320 << 20  # keys and values of a segment of latents, for a group of heads
+EXPANDED_ROWS = 4096  # rows that attend to them at once
 EXPANDED_MARGIN = 1.25  # they must need so many times fewer FLOPs than latents: they are written and read again
 # Rows that attend over latents at once: with 128 heads of DeepSeek-V3 their queries and sums take 279 KB each.
 LATENT_ROWS = 1024
@@ -162,10 +163,12 @@ def expanded_heads(tokens: int, heads: int, rotary: int, keys: int, values: int)
 
 def expanded_bytes(rows: int, heads: int, rank: int, rotary: int, keys: int, values: int) -> int:
     """Bytes of the buffers of latent attention with expanded keys and values, for up to `rows` rows: keys and values of
-    a segment, its latents, results that are merged at once, and in float32 merged results and sums of exponentials."""
+    a segment, its latents, queries in tiles, the first result, also without padding, results that are merged at once,
+    and in float32 merged results and sums of exponentials."""
+    rows = min(rows, EXPANDED_ROWS)
     tokens, dims = max(SEGMENT_TOKENS[0], rows), keys + rotary
     group = expanded_heads(tokens, heads, rotary, keys, values)
-    merged = rows * group * ((SEGMENTS_MERGED + 1) * (2 * dims + 4) + 4 * dims + 4)
+    merged = rows * group * (2 * dims + (SEGMENTS_MERGED + 2) * (2 * dims + 4) + 4 * dims + 4)
     return group * expanded_head_bytes(tokens, rotary, keys, values) + 2 * tokens * (rank + rotary) + merged
 
 

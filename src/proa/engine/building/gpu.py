@@ -105,9 +105,8 @@ class GpuBuild:
         torch.cuda.set_device(self._device)
         self._compiling.load_after(partial(torch.cuda.set_device, self._device))
         timeline.mark("CUDA")
-        vram, of_device = self._gpu.vram, torch.cuda.get_device_properties(self._device)
-        for_torch = vram.used_bytes - vram.context_bytes - vram.graphs_bytes
-        torch.cuda.memory.set_per_process_memory_fraction(min(1.0, for_torch / of_device.total_memory), self._device)
+        share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
         torch.set_num_threads(1)
         self._cpu = CpuSide(self._workers, plan.isa)
         self.pool = self._cpu.pool

@@ -1,30 +1,33 @@
-"""A trial of the GPU's latent attention at start: expanded keys and values by a library's kernel against Proa's over
-latents. Never: the kernels, using the faster one.
+"""A trial of the GPU's latent attention at start: expanded keys and values by libraries' kernels against Proa's over
+latents. Never: the kernels, using the fastest one.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from proa.engine.building.attention_trial import DETERMINISTIC
 from proa.models.spec import Model
 from proa.ops.caches import Caches
+from proa.ops.cuda_attention import Rectangle, cudnn
 from proa.ops.expanded_latents import Causal, ExpandedAttention, flash
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.latent_rates import seconds
-from proa.ops.sizes import expands
+from proa.ops.sizes import SEGMENT_TOKENS, expands
 from proa.plan.kernels import latent_kernels
 from proa.plan.plan import Plan
 from proa.types import Decision
 
 ROW = "latent attention of prompts"
-OVER_LATENTS = "over latents"
-ROWS, PAST = 1024, 4096  # of the trial, if the plan has so many
+OVER_LATENTS, FLASH = "over latents", "flash-attention"
+ROWS, PAST = 1024, SEGMENT_TOKENS[0]  # of the trial, if the plan has so many
 
 
 @torch.inference_mode()
 def result(
-    plan: Plan, spec: Model, caches: Caches, traits: GpuTraits, causal: Causal = flash
+    plan: Plan, spec: Model, caches: Caches, traits: GpuTraits, causal: Causal = flash, rectangle: Rectangle = cudnn
 ) -> tuple[ExpandedAttention | None, Decision | None]:
     """Return the attention for long parts of prompts (None: Proa's kernel) and the start-up table's row, if the plan
     has such parts. caches: of the model; read only."""
@@ -39,12 +42,18 @@ def result(
         return None, None
     if plan.deterministic:
         return None, Decision(ROW, "auto", OVER_LATENTS, DETERMINISTIC)
-    expanded = ExpandedAttention(causal, plan.max_batch_tokens)
-    try:
-        theirs, own = seconds(kernels[0], caches, expanded, traits, rows, past)
-    except RuntimeError as e:  # the GPU is too old, or this torch has no flash-attention
-        return None, Decision(ROW, "auto", OVER_LATENTS, f"flash-attention: {str(e).splitlines()[0]}")
-    found = f"{rows} tokens behind {past}: {1e3 * theirs:.2f} ms a layer expanded, {1e3 * own:.2f} ms {OVER_LATENTS}"
-    if own <= theirs:
-        return None, Decision(ROW, "auto", OVER_LATENTS, found)
-    return expanded, Decision(ROW, "auto", "expanded keys and values, flash-attention", found)
+    timed = partial(seconds, kernels[0], caches, traits=traits, rows=rows)
+    found, refused = dict[str, tuple[float, ExpandedAttention | None]](), ""
+    for name, by in ((FLASH, None), (f"cuDNN and {FLASH}", rectangle)):
+        way = ExpandedAttention(causal, plan.max_batch_tokens, by)
+        try:
+            if by is not None:  # prepare the kernels for all sizes of segments
+                timed(way, past=min(SEGMENT_TOKENS[0] + SEGMENT_TOKENS[-1], plan.context_tokens - rows))
+            found[f"expanded, by {name}"] = timed(way, past=past), way
+        except RuntimeError as e:  # the GPU is too old, or this torch has no such kernel
+            refused += f"; {name}: {str(e).splitlines()[0]}"
+    found[OVER_LATENTS] = timed(None, past=past), None
+    best = min(found, key=lambda name: found[name][0])
+    times = ", ".join(f"{name} {1e3 * of:.2f} ms" for name, (of, _) in found.items())
+    why = f"a layer of {rows} tokens behind {past}: {times}{refused}"
+    return found[best][1], Decision(ROW, "auto", best, why)

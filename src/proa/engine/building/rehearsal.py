@@ -149,7 +149,7 @@ class Stage:
         latent = CudaLatentAttention(traits, least)
         if not plan.deterministic:
             attention.bind(SegmentedAttention(_no_rectangle, traits))
-            latent.bind(ExpandedAttention(_no_causal, plan.max_batch_tokens))
+            latent.bind(ExpandedAttention(_no_causal, plan.max_batch_tokens, _no_rectangle))
         ops = CudaOps(META, self._hybrid.new_experts, staging, traits, attention, latent, least)
         self._model = Decoder(of.spec, ops.table())
         for name, target in self._model.parameters():
@@ -278,12 +278,14 @@ def long_pasts(
 
 
 def latent_pasts(most_rows: int, context_tokens: int, *, beside: bool = False) -> Iterator[tuple[int, int]]:
-    """(past, rows) of prompts whose keys and values are expanded and whose segments are merged in one launch, and in
-    several. beside: decode steps."""
-    segment = (SHORT_SEGMENT_TOKENS if beside else SEGMENT_TOKENS)[0]
-    for past in (segment, (SEGMENTS_MERGED + 1) * segment):
-        if past + most_rows <= context_tokens:
-            yield past, most_rows
+    """The first (past, rows) of prompts whose keys and values are expanded and whose segments are merged in one launch,
+    and in several, with the most rows that fit into the context. beside: decode steps."""
+    seen = {0}
+    for past in range(0, context_tokens, SEGMENT_TOKENS[-1]):
+        launches = min(2, merges(past, beside=beside))
+        if launches not in seen:
+            seen.add(launches)
+            yield past, min(most_rows, context_tokens - past)
 
 
 def merges(covered: int, *, beside: bool = False) -> int:
@@ -304,7 +306,9 @@ def _dense(most: int) -> list[int]:
 
 def _no_rectangle(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Results in the layout that cuDNN returns."""
-    return torch.empty_like(q), torch.empty(*q.shape[:3], 1, device=META)
+    _, heads, rows, _ = q.shape
+    out = torch.empty(1, rows, heads, values.shape[3], dtype=q.dtype, device=META)
+    return out.transpose(1, 2), torch.empty(1, heads, rows, 1, device=META)
 
 
 def _no_causal(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
