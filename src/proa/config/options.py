@@ -133,7 +133,7 @@ class SchedulerOptions:
     max_running: int = option(4, help="most requests that run at once", low=1, high=4096, common=True)
     max_batch_tokens: int | None = option(
         None,
-        help="most tokens of one step, decode and prefill together; default: 512; up to 4096 on a GPU where prompts "
+        help="most tokens of one step, decode and prefill together; default: 512; up to 8192 on a GPU where prompts "
         "alternate with decode (--max-itl), as VRAM allows",
         metavar="TOKENS",
         kind="tokens",
