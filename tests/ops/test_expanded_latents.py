@@ -6,8 +6,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.triton_bounds import rand
@@ -15,7 +13,7 @@ from proa.ops import cuda_latent, expanded_latents, reference, sizes
 from proa.ops.caches import LatentPages
 from proa.ops.cuda_attention import Rectangle, cudnn
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
-from proa.ops.expanded_latents import Causal, ExpandedAttention, flash, segments_for
+from proa.ops.expanded_latents import Causal, ExpandedAttention, flash
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.sizes import SEGMENT_TOKENS, expanded_bytes, expands
 from proa.ops.table import AttentionBatch, DeviceBatch, batch_of
@@ -46,19 +44,6 @@ class Tiles:
         return out.transpose(0, 1)[None], logs[None, :, :, None]
 
 
-@given(st.integers(1, 5000), st.integers(0, 70000), st.sampled_from([64, 4096]), st.sampled_from([16, 64]))
-def test_segments_cover_every_key_once_and_the_last_holds_the_rows(rows: int, past: int, most: int, page: int) -> None:
-    end, found = 0, segments_for(rows, past, most, page)
-    for first, tokens in found:
-        assert first == end
-        assert first % page == 0
-        end += tokens
-    assert end == past + rows
-    assert found[-1][1] >= rows
-    assert all(tokens <= most for _, tokens in found[:-1])
-    assert found[-1][1] <= max(most, rows + page - 1)
-
-
 @pytest.mark.parametrize(
     ("rows", "past", "values", "expected"),
     [(1024, 15360, 128, True), (1024, 0, 128, True), (600, 100_000, 128, True), (513, 0, 128, True),
@@ -72,12 +57,13 @@ def test_it_is_chosen_where_it_needs_clearly_fewer_products(rows: int, past: int
 def check(
     causal: Causal, rows: int, past: int, heads: int, widths: tuple[int, int, int, int], most: tuple[int, ...],
     rng: torch.Generator, device: torch.device, by: Rectangle | None = None, tile_rows: int = 1024,
+    page: int = PAGE,
 ) -> None:  # fmt: skip
     """widths: K, R, V, rank. Compare with absorbed attention of the same latents in float32."""
     k, r, v, rank = widths
-    pages = -(-(past + rows) // PAGE)
+    pages = -(-(past + rows) // page)
     table = torch.randperm(pages + 3, generator=rng)[:pages].to(torch.int32)
-    stored = torch.randn(pages + 3, PAGE, rank + r, generator=rng).bfloat16()
+    stored = torch.randn(pages + 3, page, rank + r, generator=rng).bfloat16()
     weight = (torch.randn(heads, k + v, rank, generator=rng) * rank**-0.5).bfloat16()
     q, scale = torch.randn(rows, heads, k + r, generator=rng).bfloat16(), (k + r) ** -0.5
     table, stored, weight, q = (x.to(device) for x in (table, stored, weight, q))
@@ -125,6 +111,14 @@ def test_whole_segments_have_a_kernel_of_their_own(
     tiles = Tiles()
     check(plain, rows, past, heads, widths, (64, 32, 16), rng, device, tiles, 16)
     assert tiles.shapes == {(16, tokens) for tokens in segments}
+
+
+@pytest.mark.parametrize("by", [None, Tiles()])
+@pytest.mark.parametrize("page", [1, 24, 40])
+def test_segments_begin_within_pages(
+    by: Rectangle | None, page: int, rng: torch.Generator, device: torch.device
+) -> None:  # fmt: skip
+    check(plain, 70, 379, 2, (24, 8, 16, 40), (64, 32, 16), rng, device, by, 32, page)
 
 
 @pytest.mark.parametrize("by", [None, Tiles()])

@@ -52,20 +52,6 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
     return out, sizes
 
 
-def segments_for(rows: int, past: int, most: int, page_tokens: int) -> list[tuple[int, int]]:
-    """(first position, tokens) of the segments of a sequence, each from the start of a page on. The last holds all
-    rows; it has more than `most` tokens only if the rows and a part of a page do. most: a multiple of page_tokens."""
-    found, at = list[tuple[int, int]](), 0
-    while at + most <= past:
-        found.append((at, most))
-        at += most
-    before = past // page_tokens * page_tokens
-    if past + rows - at > most and before > at:
-        found.append((at, before - at))
-        at = before
-    return [*found, (at, past + rows - at)]
-
-
 class ExpandedAttention:
     """Attention of one sequence's rows at a time."""
 
@@ -75,7 +61,7 @@ class ExpandedAttention:
         tile_rows: int = TILE_ROWS,
     ) -> None:  # fmt: skip
         """most_rows: of a step. rectangle: for tiles of `tile_rows` rows over whole segments; None: `causal` computes
-        all. tokens: sizes of segments, falling; short_tokens: of those beside decode steps. Multiples of a page's."""
+        all. tokens: sizes of segments, falling; short_tokens: of those beside decode steps."""
         self._causal, self._rectangle, self._tile_rows = causal, rectangle, tile_rows
         self._most_rows, self._tokens, self._short_tokens = min(most_rows, EXPANDED_ROWS), tokens, short_tokens
 
@@ -94,17 +80,13 @@ class ExpandedAttention:
         self, q: Tensor, weight: Tensor, cache: LatentPages, pages: Tensor, past: int, scale: float, out: Tensor,
         sizes: tuple[int, ...],
     ) -> None:  # fmt: skip
-        (rows, heads, dim), page_tokens = q.shape, cache.rows.shape[1]
-        values = out.shape[2]
+        (rows, heads, dim), values = q.shape, out.shape[2]
         keys = weight.shape[1] - values
-        if self._rectangle is None:
-            segments = segments_for(rows, past, sizes[0], page_tokens)
-        else:
-            segments = list(segments_of(past // sizes[-1] * sizes[-1], sizes))
-            end = sum(tokens for _, tokens in segments)
-            segments.append((end, past + rows - end))
+        segments = list(segments_of(past, sizes))
+        end = sum(tokens for _, tokens in segments)
+        segments.append((end, past + rows - end))
         # Merging kernels are compiled for a number of heads, which must not depend on the prompt.
-        longest = past + rows if len(segments) == 1 else max(sizes[0], self._most_rows + max(page_tokens, sizes[-1]))
+        longest = past + rows if len(segments) == 1 else max(sizes[0], self._most_rows + sizes[-1])
         group = expanded_heads(longest, heads, dim - keys, keys, values)
         for first in range(0, heads, group):
             mine = slice(first, first + group)
@@ -181,7 +163,7 @@ class _Expanded:
 
 
 def _gather(cache: LatentPages, pages: Tensor, first: int, tokens: int) -> Tensor:
-    """Copy the rows of positions first, first + 1, ...; first: that of a page."""
+    """Copy the rows of positions first, first + 1, ..."""
     page_tokens = cache.rows.shape[1]
-    of = pages[first // page_tokens : -(-(first + tokens) // page_tokens)]
-    return cache.rows.index_select(0, of).flatten(0, 1)[:tokens]
+    of, skipped = pages[first // page_tokens : -(-(first + tokens) // page_tokens)], first % page_tokens
+    return cache.rows.index_select(0, of).flatten(0, 1)[skipped : skipped + tokens]
