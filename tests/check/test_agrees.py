@@ -23,6 +23,7 @@ from proa.check.report import answer, notes, scope
 from proa.check.run import Answer, Failed
 from proa.check.verdict import Observed
 from proa.engine.building.sim_gpu import SimBuild
+from proa.errors import UsageError
 from proa.hybrid.streaming import Streaming
 from proa.hybrid.tables import Tables
 from proa.types import Decision
@@ -68,6 +69,14 @@ def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, mon
         assert f"not checked: {FROM_RAM}: {', '.join(path.name for path in report.observed)}: the KV" in "\n".join(
             notes(report)
         )
+
+
+def test_a_context_that_is_too_short_for_the_prompts(tmp_path: Path, monkeypatch: Patch) -> None:
+    with pytest.raises(UsageError, match="has 14 positions, and the check needs 15") as caught:
+        checked(make_tiny("qwen2", tmp_path / "tiny", max_position_embeddings=14), monkeypatch, only="CPU, a")
+    assert "max_position_embeddings" in caught.value.remedy
+    report = checked(make_tiny("qwen2", tmp_path / "more", max_position_embeddings=15), monkeypatch, only="CPU, a")
+    assert report.agrees
 
 
 def test_a_folder_of_the_user_stays_as_it_is(tmp_path: Path, monkeypatch: Patch) -> None:

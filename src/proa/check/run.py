@@ -192,7 +192,13 @@ def _prompt_tokens(spec: Model) -> int:
     idle = sum((moe.experts - moe.top_k) * sum(prod(shape) for _, shape in moe.expert.params())
                for moe in spec.routed.values())  # fmt: skip
     each = _PATHS * _ROWS_PER_TOKEN * 4 * 2 * (spec.num_params - idle - outer)
-    most = min(MOST_TOKENS, spec.max_positions - PREFIX_TAIL_TOKENS - ANSWER_TOKENS)
+    least = 1 + PREFIX_TAIL_TOKENS + ANSWER_TOKENS
+    if spec.max_positions < least:
+        raise UsageError(
+            f"The model has {spec.max_positions} positions, and the check needs {least}.",
+            "See max_position_embeddings in its config.json, or in --override-config.",
+        )
+    most = min(MOST_TOKENS, spec.max_positions - least + 1)
     return min(most, max(LEAST_TOKENS, int(_FLOP * len(os.sched_getaffinity(0)) / each)))
 
 
