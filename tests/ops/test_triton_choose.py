@@ -48,6 +48,8 @@ RULES = [
     (256, 128, RouterRule(8, ROUTERS["qwen3"])),
     *((64, 24, RouterRule(3, ROUTERS[name])) for name in ("minimax-m2", "deepseek-v2", "deepseek-v3")),
 ]
+if HAVE_GPU:  # rows that take several warps; the interpreter takes long
+    RULES += [(5120, 60, RouterRule(4, ROUTERS["plain"])), (7168, 120, RouterRule(3, ROUTERS["deepseek-v3"]))]
 
 
 BIASED = RULES if HAVE_GPU else RULES[:2]  # the interpreter takes long
