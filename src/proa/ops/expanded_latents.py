@@ -85,8 +85,8 @@ class ExpandedAttention:
         segments = list(segments_of(past, sizes))
         end = sum(tokens for _, tokens in segments)
         segments.append((end, past + rows - end))
-        # Merging kernels are compiled for a number of heads, which must not depend on the prompt.
-        longest = past + rows if len(segments) == 1 else max(sizes[0], self._most_rows + sizes[-1])
+        # Kernels for several segments are compiled or prepared for a number of heads: it depends on no prompt.
+        longest = past + rows if len(segments) == 1 else max(self._tokens[0], self._most_rows + sizes[-1])
         group = expanded_heads(longest, heads, dim - keys, keys, values)
         for first in range(0, heads, group):
             mine = slice(first, first + group)
