@@ -125,10 +125,10 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 
 
-def pass_in_vram(prepared: Prepared, asked: EngineOptions) -> dict[str, int]:
+def pass_in_vram(prepared: Prepared, stage: rehearsal.Stage, asked: EngineOptions) -> dict[str, int]:
     """As rows_in_vram, of the longest step in parts, whose chunks are computed block by block: bytes beside those of a
     chunk's rows."""
-    plan, spec, stage = prepared.plan, prepared.declared.spec, stage_with_weights(prepared)
+    plan, spec = prepared.plan, prepared.declared.spec
     tokens, hybrid = plan.pass_tokens, stage._hybrid
     starts = range(0, tokens, plan.max_batch_tokens)
     if hybrid.streaming is None or plan.cells is not None or len(starts) < 2:
@@ -155,12 +155,12 @@ def pass_in_vram(prepared: Prepared, asked: EngineOptions) -> dict[str, int]:
     }
 
 
-def rows_in_vram(prepared: Prepared) -> dict[str, int]:
+def rows_in_vram(prepared: Prepared, stage: rehearsal.Stage) -> dict[str, int]:
     """Bytes of the rows of the largest steps with prompts, behind no past and the longest, and those planned for them
     beside the experts' workspaces, which are made at the start."""
     plan, spec = prepared.plan, prepared.declared.spec
     stored = stored_types(plan, prepared.checkpoint, prepared.declared)
-    rows, stage, counted = min(plan.max_batch_tokens, plan.context_tokens), stage_with_weights(prepared), LiveBytes()
+    rows, counted = min(plan.max_batch_tokens, plan.context_tokens), LiveBytes()
     with keys_of_compiler(), torch.inference_mode(), counted:
         for past in (0, plan.context_tokens - rows):
             stage.prompt_after(past, rows, beside=False)
@@ -182,6 +182,7 @@ def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -
             ahead._compile(variant, ahead.TargetDriver(CAPABILITY).get_current_target())
     launched = launch(rehearsal.rehearse(plan, spec, stored, CAPABILITY))
     swept = launch(sweep(prepared, random.Random(seed), swept))
+    stage = stage_with_weights(prepared)
     return {
         "counts": Counter(variant.name for variant in variants),
         "gpu_only": plan.gpu is not None and plan.gpu.gpu_only,
@@ -192,8 +193,8 @@ def case(path: str, vram: int, options: dict[str, Any], seed: str, swept: int) -
         "not_rehearsed": len(swept - ours),
         "most_rows": plan.max_batch_tokens,
         "running": plan.max_running,
-        **rows_in_vram(prepared),
-        **pass_in_vram(prepared, from_keywords(EngineOptions, vram=vram, **options)),
+        **rows_in_vram(prepared, stage),
+        **pass_in_vram(prepared, stage, from_keywords(EngineOptions, vram=vram, **options)),
     }
 
 

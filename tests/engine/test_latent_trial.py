@@ -68,7 +68,7 @@ def tried(folder: Path, plan: Plan) -> tuple[ExpandedAttention | None, tuple[str
         (
             {},
             False,
-            "a layer of 1024 tokens behind 16384: over latents 2.00 ms; flash-attention: No available kernel.; "
+            "a layer of 1024 tokens behind 19456: over latents 2.00 ms; flash-attention: No available kernel.; "
             "cuDNN and flash-attention: No available kernel.",
         ),
     ],
@@ -105,7 +105,7 @@ def test_the_fastest_way_is_used(
     assert (found is not None) is (best != OVER_LATENTS)
     assert row is not None
     assert row[:2] == (ROW, best)
-    start = f"a layer of 1024 tokens behind 16384: expanded, by flash-attention {1e3 * flash_s:.2f} ms"
+    start = f"a layer of 1024 tokens behind 19456: expanded, by flash-attention {1e3 * flash_s:.2f} ms"
     assert row[2].startswith(start)
     assert row[2].endswith(f"flash-attention {1e3 * cudnn_s:.2f} ms, over latents 2.00 ms")
 

@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "qwen3-next-80b-a3b": ({}, 146, 88),
     "gpt-oss-120b": ({"dummy_format": "mxfp4"}, 141, 82),
     "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 85),
-    "glm-4.5-air": ({"dummy_format": "int4", "kv_dtype": "fp8"}, 151, 100),
+    "glm-4.5-air": ({"dummy_format": "int4", "kv_dtype": "fp8", "max_batch_tokens": 1024}, 151, 98),
 }
 LAYERS, VRAM = 3, 60 * GIB  # a first layer, one between others, a last one: as many variants as of five layers
 # Models whose prompts launch other kernels behind a long past: latents whose keys and values are expanded.
@@ -171,7 +171,7 @@ def test_batch_sizes_share_variants(rehearsed: dict[str, dict[str, Any]], name: 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_number_of_variants_of_a_model(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
     _, before, most = SHAPES[name]
-    assert sum(rehearsed[name]["counts"].values()) <= most < 0.67 * before
+    assert sum(rehearsed[name]["counts"].values()) <= most < 0.65 * before
 
 
 def test_keys_do_not_depend_on_what_is_compiled_first() -> None:

@@ -43,11 +43,16 @@ print(left, flush=True)
 """
 
 
+def outside() -> dict[str, str]:
+    """The environment of a run that is not inside a test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 def start(folder: Path, kind: str, tests: int, inside: bool = False) -> subprocess.Popen[bytes]:
     """A process of a run that has `tests` tests of this kind; `inside` a test of another run."""
     for name in ("turn", "running"):
         (folder / name).touch()
-    others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = outside()
     environment = {**others, **({"PYTEST_CURRENT_TEST": "test_that_runs_pytest"} if inside else {})}
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), kind, str(tests)], cwd=TESTS, env=environment)
 
@@ -100,7 +105,7 @@ def test_pytest_inside_a_test_does_not_wait_for_one_that_waits_for_that_test(
 def test_a_process_that_a_test_forked_does_not_keep_others_waiting(tmp_path: Path) -> None:
     for name in ("turn", "running"):
         (tmp_path / name).touch()
-    others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = outside()
     command = [sys.executable, "-c", FORKING, str(tmp_path)]
     with subprocess.Popen(command, cwd=TESTS, env=others, stdout=subprocess.PIPE) as forking:
         assert forking.stdout is not None

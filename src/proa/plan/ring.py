@@ -104,5 +104,5 @@ def pass_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: i
     inputs = (chunks - 1) * sizes.input_bytes(batch_tokens, options.scheduler.max_running, pages)
     top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
     faults = (tokens - batch_tokens) * (sizes.FAULT_COLUMNS + top_k) * 4
-    in_groups = tokens * ((2 + 2 + 2 + 4 - 2) * spec.hidden + 32 * top_k) if groups > 1 else 0
-    return 2 * 2 * tokens * spec.hidden + angles + inputs + faults + in_groups
+    rows = 2 * 2 * spec.hidden if groups == 1 else (4 * 2 + 4) * spec.hidden + 32 * top_k
+    return tokens * rows + angles + inputs + faults

@@ -75,9 +75,9 @@ def gap_limit(
 
 def turn_tokens(spec: Model, gpu: Gpu, least: int) -> tuple[int, ...]:
     """Candidate lengths of prefill steps in turns, above `least` tokens, the longest first; none on a simulated GPU."""
-    each_bytes = device_row_bytes(spec)
     if gpu.simulated:
         return ()
+    each_bytes = device_row_bytes(spec)
     return turns.turn_tokens(partial(rows_bytes, spec, each_bytes=each_bytes), gpu.free_bytes, least)
 
 

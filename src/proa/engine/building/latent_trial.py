@@ -22,7 +22,8 @@ from proa.types import Decision
 
 ROW = "latent attention of prompts"
 OVER_LATENTS, FLASH = "over latents", "flash-attention"
-ROWS, PAST = 1024, SEGMENT_TOKENS[0]  # of the trial, if the plan has so many
+# Of the trial, if the plan has so many. A segment of each size: cuDNN prepares its kernels when they are first used.
+ROWS, PAST = 1024, sum(SEGMENT_TOKENS)
 
 
 @torch.inference_mode()
@@ -42,17 +43,15 @@ def result(
         return None, None
     if plan.deterministic:
         return None, Decision(ROW, "auto", OVER_LATENTS, DETERMINISTIC)
-    timed = partial(seconds, kernels[0], caches, traits=traits, rows=rows)
+    timed = partial(seconds, kernels[0], caches, traits=traits, rows=rows, past=past)
     found, refused = dict[str, tuple[float, ExpandedAttention | None]](), ""
     for name, by in ((FLASH, None), (f"cuDNN and {FLASH}", rectangle)):
         way = ExpandedAttention(causal, plan.max_batch_tokens, by)
         try:
-            if by is not None:  # prepare the kernels for all sizes of segments
-                timed(way, past=min(SEGMENT_TOKENS[0] + SEGMENT_TOKENS[-1], plan.context_tokens - rows))
-            found[f"expanded, by {name}"] = timed(way, past=past), way
+            found[f"expanded, by {name}"] = timed(way), way
         except RuntimeError as e:  # the GPU is too old, or this torch has no such kernel
             refused += f"; {name}: {str(e).splitlines()[0]}"
-    found[OVER_LATENTS] = timed(None, past=past), None
+    found[OVER_LATENTS] = timed(None), None
     best = min(found, key=lambda name: found[name][0])
     times = ", ".join(f"{name} {1e3 * of:.2f} ms" for name, (of, _) in found.items())
     why = f"a layer of {rows} tokens behind {past}: {times}{refused}"

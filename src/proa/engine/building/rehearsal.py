@@ -268,24 +268,30 @@ def long_pasts(
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """The first (past, rows) whose tiles merge their segments in one launch, two and three, with the most rows that fit
     into the context. beside: decode steps."""
-    short, seen = SEGMENT_TOKENS[-1], {0}
-    for past in range(0, context_tokens, short):
-        rows = min(most_rows, context_tokens - past)
-        launches = {merges(tile.covered, beside=beside) for tile in tiles_of(rows, past, segment_rows(heads), short)}
-        if launches - seen:
-            seen |= launches
-            yield past, rows
+
+    def launches(past: int, rows: int) -> set[int]:
+        tiles = tiles_of(rows, past, segment_rows(heads), SEGMENT_TOKENS[-1])
+        return {merges(tile.covered, beside=beside) for tile in tiles}
+
+    return _firsts(most_rows, context_tokens, launches)
 
 
 def latent_pasts(most_rows: int, context_tokens: int, *, beside: bool = False) -> Iterator[tuple[int, int]]:
-    """The first (past, rows) of prompts whose keys and values are expanded and whose segments are merged in one launch,
-    and in several, with the most rows that fit into the context. beside: decode steps."""
+    """As long_pasts, of prompts whose latent keys and values are expanded."""
+    return _firsts(most_rows, context_tokens, lambda past, rows: {merges(past, beside=beside)})
+
+
+def _firsts(
+    most_rows: int, context_tokens: int, launches: Callable[[int, int], set[int]]
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """The first (past, rows) with each number of launches."""
     seen = {0}
     for past in range(0, context_tokens, SEGMENT_TOKENS[-1]):
-        launches = min(2, merges(past, beside=beside))
-        if launches not in seen:
-            seen.add(launches)
-            yield past, min(most_rows, context_tokens - past)
+        rows = min(most_rows, context_tokens - past)
+        found = launches(past, rows)
+        if found - seen:
+            seen |= found
+            yield past, rows
 
 
 def merges(covered: int, *, beside: bool = False) -> int:

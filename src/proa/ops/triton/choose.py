@@ -206,7 +206,7 @@ def _check(
 
 
 def some_columns(experts: int, router: Router) -> int:
-    """Of published models with such a router, and the most."""
+    """The padded row length of a published model with such a router; for the largest router MOST_COLUMNS."""
     return 8192 if experts == 1024 or router.groups is not None else 4096 if router.linear_bias else 2048
 
 
