@@ -121,7 +121,7 @@ def sweep(prepared: Prepared, some: random.Random, swept: int) -> Iterator[Calla
         rows = some.randint(1, min(most, plan.context_tokens))
         past, beside = some.randint(0, plan.context_tokens - rows), plan.prompts_may_run_beside and some.random() < 0.5
         yield torch.inference_mode()(partial(stage.prompt_after, past, rows, beside=beside))
-    for bucket in rehearsal.decode_sizes(step_limits(plan), deterministic=plan.deterministic):
+    for bucket in step_limits(plan).decode_sizes(deterministic=plan.deterministic):
         yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
 
 

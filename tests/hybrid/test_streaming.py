@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +137,49 @@ def test_decode_between_groups(family: str, device: str, load: Load) -> None:
     again = passed(executor, StepBatch(spans(texts)), decode)
     torch.testing.assert_close(again, alone, atol=0.12, rtol=0.05)  # the rates change the division
     assert (again - alone).abs().mean() < 0.01
+
+
+def test_the_cpu_computes_while_all_groups_pass(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass in turns with nothing, the device takes the CPU's sum of a chunk behind the layer's last group: copies
+    would stop once both banks of the ring are full."""
+    keep, order = list[Kept](), list[str]()
+    split = Split(0.25, prefill="auto", ring_bytes=FEW["qwen3-moe"])
+    executor = load("qwen3-moe", split, "host", rows=192, keep=keep)
+    streaming, transport = keep[0].hybrid.streaming, keep[0].hybrid.transport
+    assert streaming is not None
+    assert transport is not None
+    half = Division(len(keep[0].hybrid.layers[0].memory.in_ram) // 2, 1.0, 1.0)
+    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
+    for of, name in ((transport, "push"), (transport, "pull"), (streaming, "leave")):
+        monkeypatch.setattr(of, name, partial(_noted, order, name, getattr(of, name)))
+    passed(executor, StepBatch(spans(prompts([150]))))
+    layers = len(streaming._streamed)
+    groups = order.count("leave") // layers
+    assert groups > 1
+    assert order == ["push", *["leave"] * groups, "pull"] * layers
+
+
+def _noted(order: list[str], name: str, call: Callable[..., Any], *args: Any) -> Any:
+    order.append(name)
+    return call(*args)
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pass_cancelled_while_the_cpu_computes(device: str, load: Load) -> None:
+    """The sum that it had not taken is no later step's."""
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=FEW["qwen3-moe"]), device, rows=48, keep=keep)
+    streaming = keep[0].hybrid.streaming
+    assert streaming is not None
+    half = Division(len(keep[0].hybrid.layers[0].memory.in_ram) // 2, 1.0, 1.0)
+    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
+    texts = prompts([120])
+    want = passed(executor, StepBatch(spans(texts)))
+    for units in range(1, 8):
+        step = executor.launch_in_parts(StepBatch(spans(prompts([90]))))
+        executor.advance(step, units)
+        executor.cancel(step)
+        assert torch.equal(passed(executor, StepBatch(spans(texts))), want), units
 
 
 def test_layers_that_are_alike_are_divided_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,19 @@ def test_streamed_cells_go_on_until_one_is_not(first: int, left: int, least: int
     if count < most and after < start + left:  # the rest is short
         rest = cells.size(after, start + left)
         assert not cells.streams(after, start + left) or (whole and count > 0 and rest < 64)
+
+
+@pytest.mark.parametrize(
+    ("start", "decoding", "longest"),
+    [(0, False, 8192), (0, True, 4096), (32768 - 10000, False, 8192), (32768 - 9999, False, 4096)],
+)
+def test_chunks_are_shorter_beside_decode_and_behind_many_tokens(start: int, decoding: bool, longest: int) -> None:
+    """A request that comes or goes waits for a block of one chunk, of which attention takes most behind many tokens."""
+    limits = StepLimits(8192, 8, 1 << 17, 16, 8, pass_rows=16384)
+    spans = [Span(range(10000), start, [0], start + 10000)]
+    chunks = limits.cut(spans, decoding=decoding)
+    assert len(chunks) == -(-10000 // longest) <= limits.chunks
+    assert [token for (span,) in chunks for token in span.tokens] == list(range(10000))
 
 
 def test_a_step_that_fits_is_one_chunk_of_the_same_spans() -> None:

@@ -278,10 +278,15 @@ class HybridModel:
         """See Session."""
         return nullcontext() if self.streaming is None else self.streaming.cutting(cut)
 
+    @property
+    def pass_waits(self) -> bool:
+        """See Session."""
+        return self.streaming is not None and self.streaming.waits
+
     def pause_pass(self) -> None:
-        """Let other steps be launched before the next part."""
+        """See Session."""
         if self.streaming is not None:
-            self.streaming.pause()
+            self.streaming.collect()
 
     def end_pass(self) -> float:
         """The step in parts was launched whole, or was given up after all launches ended. Returns the fraction of the

@@ -363,9 +363,10 @@ class Streaming:
             wait()
             self.summed()
 
-    def pause(self) -> None:
-        """Let other steps be launched next, with their own jobs for the CPU."""
-        self.collect()
+    @property
+    def waits(self) -> bool:
+        """Whether a chunk was handed over whose sum no launch has waited for."""
+        return self._later is not None
 
     def join(self) -> None:
         """Let the next launches read the ring's experts of the group under way."""

@@ -24,7 +24,7 @@ from proa.engine.building.dtypes import DTYPES
 from proa.engine.building.gpu_plan import least_rows, needed, pass_mode, placement_of, top_k
 from proa.engine.executors.batch import Span, step_limits
 from proa.engine.executors.device_steps import DeviceSteps
-from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes
+from proa.engine.executors.graphs import WARM_BUCKETS
 from proa.engine.executors.page_copies import layout_of
 from proa.hybrid.co_fetch import CoFetch
 from proa.hybrid.copies import Copiers, Copy, Pairs
@@ -185,7 +185,7 @@ class Stage:
 
     def _steps(self) -> Iterator[Callable[[], None]]:
         limits = self._limits
-        sizes = decode_sizes(limits, deterministic=self._plan.deterministic)
+        sizes = limits.decode_sizes(deterministic=self._plan.deterministic)
         if self._gpu.co_fetch:
             yield self._read_in_place
         if self._transported is not None:

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from proa.machine.cost.turns import DECODING_TOKENS
-from proa.ops.sizes import prompt_rows
+from proa.machine.cost.turns import DECODING_TOKENS, FAR_TOKENS
+from proa.ops.sizes import buckets, deterministic_buckets, prompt_rows
 from proa.plan.budget import SCORED_ROWS
 from proa.plan.cells import Cells
 from proa.plan.plan import Plan
@@ -170,16 +170,23 @@ class StepLimits:
         """Most chunks of a step in parts."""
         if self.cells is not None and not self.pass_rows:
             return 1
-        return -(-self.rows_in_parts // self.most_rows(decoding=True))
+        return -(-self.rows_in_parts // min(self.chunk_rows, DECODING_TOKENS))
 
     @property
     def chunk_rows(self) -> int:
         """Most rows of a chunk of a step in parts."""
         return self.rows if self.cells is None else self.cells.tokens
 
-    def most_rows(self, *, decoding: bool) -> int:
-        """Most rows of a chunk of a step in parts that begins while others decode, or while none does."""
-        return min(self.chunk_rows, DECODING_TOKENS) if decoding else self.chunk_rows
+    def cut(self, spans: Sequence[Span], *, decoding: bool) -> list[list[Span]]:
+        """The chunks of a step in parts with these spans. decoding: others decode when it begins."""
+        far = any(span.start + len(span.tokens) > FAR_TOKENS for span in spans)
+        most_rows = min(self.chunk_rows, DECODING_TOKENS) if decoding or far else self.chunk_rows
+        return chunks_of(spans, most_rows, self.cells)
+
+    def decode_sizes(self, *, deterministic: bool) -> tuple[int, ...]:
+        """Numbers of sequences that a decode step is padded to."""
+        most = min(self.sequences, self.rows)
+        return deterministic_buckets(most) if deterministic else buckets(most)
 
 
 def positions_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from proa.cache.pool import copy_states
 from proa.engine.executors.ahead import PartsAhead
 from proa.engine.executors.angles import AngleTables
-from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult, chunks_of
+from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult
 from proa.engine.executors.block_graphs import BlockGraphs
 from proa.engine.executors.clock import Stage, StepClock
 from proa.engine.executors.device_inputs import DeviceInputs
@@ -37,7 +37,7 @@ from proa.native.doorbell import Counters
 from proa.ops.caches import Caches
 from proa.ops.device_table import DeviceOps
 from proa.ops.host_block import HostBlock
-from proa.ops.sizes import FEW_ROWS, buckets, deterministic_buckets, warm_rows
+from proa.ops.sizes import FEW_ROWS, warm_rows
 from proa.plan.budget import row_bytes
 from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
@@ -88,7 +88,7 @@ class GraphExecutor:
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
         self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, ops, kept_blocks)
         self._deterministic = deterministic
-        self._buckets = decode_sizes(limits, deterministic=deterministic)
+        self._buckets = limits.decode_sizes(deterministic=deterministic)
         # By (sequences, rows of each, the session's variant).
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._prompts: dict[int, Callable[[], None] | None] = {}  # by rows; None: launched once, not captured yet
@@ -138,6 +138,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch, after: GraphStep | None = None) -> GraphStep:
+        self._pause_parts()
         step, rows_each = GraphStep(batch, followed=after is not None), self._rows_each(batch)
         if not rows_each and self._unfinished:
             raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
@@ -159,6 +160,7 @@ class GraphExecutor:
     def launch_in_parts(self, batch: StepBatch, share: float = 0.0) -> GraphStep:
         step = GraphStep(batch, overtakes=bool(self._unfinished))
         self._queues.apart = False
+        self._pause_parts()
         with self._queues.on_prompts():
             copy_states(self.caches, batch.copies_before)
             self._begin_parts(step, share)
@@ -208,9 +210,8 @@ class GraphExecutor:
         self._begin()
         self._begin_time()
         captured.inputs.copy()
-        tokens = captured.inputs.tokens[:count]
-        tokens.copy_(self._on.best[:count])
-        tokens.clamp_(min=0)  # a non-finite row has no token, nor has a row that the CPU samples
+        # A non-finite row has no token, nor has a row that the CPU samples.
+        captured.inputs.tokens[:count].copy_(self._on.best[:count]).clamp_(min=0)
         captured.replay()
         self._session.launched()
 
@@ -247,7 +248,7 @@ class GraphExecutor:
     def _begin_parts(self, step: GraphStep, share: float) -> None:
         """Begin the pass, whose first copies then run meanwhile, and write the step's inputs, which no step between its
         parts touches. share: see launch_in_parts."""
-        cut = chunks_of(step.batch.spans, self._limits.most_rows(decoding=share > 0), self._limits.cells)
+        cut = self._limits.cut(step.batch.spans, decoding=share > 0)
         places = self._on.over_inputs if step.overtakes else self._on.chunk_inputs
         if step.overtakes and step.batch.num_tokens > (most := self._limits.over_rows):
             raise ValueError(f"a step that overtakes may have {most} rows, not {step.batch.num_tokens}")
@@ -288,10 +289,8 @@ class GraphExecutor:
             if not step.alone:
                 self._begin()
             self._timer.begin(self._queues.prompts)
-            count = parts.advance(blocks)
-            self._session.pause_pass()
+            self._timer.end(parts.advance(blocks))
             self._parts_ahead.append(self._queues.prompts.mark())
-            self._timer.end(count)
             if not step.alone:
                 self._session.launched()
                 if parts.done:
@@ -448,6 +447,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def cancel(self, step: GraphStep) -> None:
         self._queues.apart = False
+        self._pause_parts()
         with self._queues.on_steps():
             self._queues.finish()
             self._session.end_until(self._session.num_launched)
@@ -486,14 +486,15 @@ class GraphExecutor:
             self._settle()
         self._session.begin()
 
+    def _pause_parts(self) -> None:
+        """Let the next launches give the CPU jobs, or the last ones end: the CPU has room for one job."""
+        if self._session.pass_waits:
+            with self._queues.on_prompts():
+                self._session.pause_pass()
+
     def _settle(self) -> None:
         """Wait for all launches and end their sessions."""
         if self._session.num_in_flight:
+            self._pause_parts()
             self._queues.finish()
             self._session.end_until(self._session.num_launched)
-
-
-def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
-    """Numbers of sequences that a decode step is padded to."""
-    most = min(limits.sequences, limits.rows)
-    return deterministic_buckets(most) if deterministic else buckets(most)

@@ -65,8 +65,13 @@ class Session(Protocol):
         """Context in which launches of a regular pass are captured. What the session does on the host between two of
         them is given to `cut` instead: it must be called there at each replay."""
 
+    @property
+    def pass_waits(self) -> bool:
+        """Whether the CPU computes experts of the step in parts, and the device has not taken their sum."""
+
     def pause_pass(self) -> None:
-        """Let other steps be launched before the next part of the step in parts."""
+        """Take that sum, so that other steps may give the CPU jobs. Call it before they are launched, and before the
+        last launch is ended: no job may be left without an armed launch."""
 
     def end_pass(self) -> float:
         """End the step in parts: all parts were launched, or it was cancelled and its launches have ended. Returns the
@@ -80,7 +85,7 @@ class NoSession:
     """Session of a device that computes everything itself."""
 
     has_experts = False
-    pass_is_alone, pass_is_regular = False, True
+    pass_is_alone, pass_is_regular, pass_waits = False, True, False
     variant = 0
 
     def begin(self) -> None:

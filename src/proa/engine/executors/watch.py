@@ -101,6 +101,10 @@ class WatchedSession:
     def cutting(self, cut: Cut) -> AbstractContextManager[None]:
         return self._session.cutting(cut)
 
+    @property
+    def pass_waits(self) -> bool:
+        return self._session.pass_waits
+
     def pause_pass(self) -> None:
         self._session.pause_pass()
 

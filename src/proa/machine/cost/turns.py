@@ -35,6 +35,9 @@ SHARED_TOKENS, TURN_TOKENS = 512, (8192, 4096, 2048, 1024)
 # Longest chunks that others may decode beside or between. Longer ones only where prompts stream, and while nothing
 # decodes: an expert has twice the rows then (docs/lab/prefill-h200.md).
 DECODING_TOKENS = 4096
+# With more positions chunks have at most DECODING_TOKENS too: attention takes most of a block's time then, and a long
+# block ends late. A cancelled prompt of 65536 tokens kept an H200 for 94 ms with chunks of 8192 rows, 56 with 4096.
+FAR_TOKENS = 32768
 MOST_VRAM = 0.02  # share of free VRAM that the rows of a step in turns may take
 
 
