@@ -193,17 +193,21 @@ def test_the_roof_is_the_nearer_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("isa", "nbytes", "flops", "us"),
+    ("isa", "weight_bytes", "nbytes", "flops", "us"),
     [
-        ("avx512-bf16", 4.5e6, 1e6, 100.0),  # 90 % of reading
-        ("avx512-bf16", 4.5e6, 8e8, 1000.0),  # 80 % of the products
-        ("avx2", 4.5e6, 7e8, 1000.0),  # 70 %
-        ("amx", 4.5e6, 4e8, 1100.0),  # 40 %, and reading adds to it
+        ("avx512-bf16", 2.0, 4.5e6, 1e6, 100.0),  # 90 % of reading
+        ("avx512-bf16", 1.0, 4.5e6, 1e6, 100 / 0.85),  # 85 % of that
+        ("avx512-bf16", 0.5625, 4.5e6, 1e6, 100 / 0.9),
+        ("avx512-bf16", 2.0, 4.5e6, 8e8, 1000.0),  # 80 % of the products
+        ("avx2", 2.0, 4.5e6, 7e8, 1000.0),  # 70 %
+        ("amx", 2.0, 4.5e6, 4e8, 1100.0),  # 40 %, and reading adds to it
     ],
 )
-def test_a_prediction_takes_the_shares_that_kernels_reach(isa: str, nbytes: float, flops: float, us: float) -> None:
+def test_a_prediction_takes_the_shares_that_kernels_reach(
+    isa: str, weight_bytes: float, nbytes: float, flops: float, us: float
+) -> None:
     before, after = CeilingRates(40.0, 1000.0), CeilingRates(60.0, 1000.0)
-    assert predicted_us(nbytes, flops, before, after, isa) == pytest.approx(us)
+    assert predicted_us(nbytes, flops, before, after, isa, weight_bytes) == pytest.approx(us)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -29,7 +29,7 @@ from proa.native.ceilings import Routings, Trial
 from proa.native.pool import Pool
 from proa.native.weights import Rows
 from proa.obs.version import proa_version
-from proa.plan.attained import ADDS, CPU_SHARES, RAM_SHARE
+from proa.plan.attained import ADDS, CPU_SHARES, RAM_PACKED, RAM_SHARE, packed_share
 
 LEAST_CALLS, MOST_CALLS = 5, 20_000
 _BATCH_S = 0.25  # seconds of native calls between two checks for Ctrl-C
@@ -156,9 +156,10 @@ class KernelBench:
         nbytes = touched * expert_bytes(of, shape)
         flops = 2.0 * tokens * shape.top_k * shape.expert_parameters
         bound, roof_us = roof(nbytes, flops, before, after)
+        weight_bytes = expert_bytes(of, shape) / shape.expert_parameters
         return Cell(
             format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=us_p10, us_p90=us_p90,
-            predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa),
+            predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa, weight_bytes),
             gbytes_per_s=nbytes / us / 1e3, gflops=flops / us / 1e3,
             bound=bound, roof_us=roof_us, roof_share=roof_us / us, isa=self.pool.isa, hidden=shape.hidden,
             width=shape.width, experts=shape.experts, top_k=shape.top_k, layers=len(weights.layers),
@@ -174,10 +175,14 @@ def roof(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates)
     return ("memory", memory_us) if memory_us >= compute_us else ("compute", compute_us)
 
 
-def predicted_us(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates, isa: str) -> float:
-    """The time of a call as `proa plan` predicts it: for any format and number of tokens by the same shares."""
+def predicted_us(
+    nbytes: float, flops: float, before: CeilingRates, after: CeilingRates, isa: str, weight_bytes: float
+) -> float:  # fmt: skip
+    """The time of a call as `proa plan` predicts it: for any number of tokens by the same shares. weight_bytes: of one
+    weight, with its share of the scales."""
     memory_us, compute_us = _limits_us(nbytes, flops, before, after)
-    parts = memory_us / RAM_SHARE, compute_us / CPU_SHARES[isa]
+    read_share = RAM_SHARE * packed_share(RAM_PACKED, weight_bytes)
+    parts = memory_us / read_share, compute_us / CPU_SHARES[isa]
     return sum(parts) if isa in ADDS else max(parts)
 
 

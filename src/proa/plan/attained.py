@@ -14,6 +14,9 @@ from proa.plan.speeds import Speed, Speeds
 
 # Reading by decode kernels: bf16 86 to 97 % on three machines (docs/missed.md, decision 012).
 RAM_SHARE = 0.9
+# Formats of 8 bits and fewer reach less of that, since their codes are converted: of the whole rate fp8 65 to 79, 79 to
+# 89 and 91 % (Emerald Rapids, Zen 5, Granite Rapids), int8 77 to 97, int4 63 to 94. By most bytes of a weight.
+RAM_PACKED = ((0.75, 0.9), (1.5, 0.85))
 # From a whole time: decode of one request, all experts in VRAM, 0.93 of the limit with fixed costs.
 VRAM_SHARE = 0.9
 # Copies of a prompt's experts alone: 95 to 97 % of PCIe's rate, up to 8192 tokens (docs/lab/prefill-h200.md).
@@ -29,8 +32,9 @@ AMX_PACKED = ((0.75, 0.5), (1.5, 0.6))
 # With AMX, experts take the sum of reading and multiplying (docs/lab/cpu-amx.md: 128 to 4096 tokens in bf16).
 ADDS = frozenset({"amx"})
 # A GPU's products: linear layers, assumed; attention, from whole times (58 and 60 % of the dense rate at 65536 tokens);
+# latent attention by expanded keys, from the GPU's own time (32, 47, 52 % at 8192, 16384, 32768 tokens of DeepSeek-V3);
 # experts by panels, 4096 tokens, bf16 354 of 761 TFLOP/s, int4 297, others 205 to 262 (docs/lab/prefill-h200.md).
-GPU_SHARE, ATTENTION_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.4
+GPU_SHARE, ATTENTION_SHARE, LATENTS_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.45, 0.4
 # The host's launches of a layer op by op: 26 ms for 24 layers, of a prompt of 512 tokens (docs/lab/prefill-h200.md).
 LAUNCH_S = 1.1e-3
 # A pass of streamed prefill before its first copy and after its last layer: dividing, the head, sampling (4 to 6 ms on
@@ -43,7 +47,7 @@ class Reached:
     """Rates per second; None: unknown, and not counted (vram: no GPU is used). pcie_beside: while the CPU reads RAM.
     overlaps, gpu_overlaps: experts on the CPU and on the GPU take the longer of reading and multiplying, else the sum.
     launch_s: of a layer of a prompt on a GPU, by the host; pass_s: of a streamed pass, beside its layers. packed: see
-    `cpu_of`."""
+    `cpu_of`; packed_reads: the same for reading RAM."""
 
     ram: float | None
     cpu: float | None
@@ -51,6 +55,7 @@ class Reached:
     pcie: float | None
     gpu: float | None
     gpu_attention: float | None
+    gpu_latents: float | None
     gpu_experts: float | None
     pcie_beside: float | None
     overlaps: bool = True
@@ -58,18 +63,27 @@ class Reached:
     launch_s: float = 0.0
     pass_s: float = 0.0
     packed: tuple[tuple[float, float], ...] = ()
+    packed_reads: tuple[tuple[float, float], ...] = ()
 
     def cpu_of(self, weight_bytes: float) -> float | None:
         """The CPU's rate with weights of so many bytes each. packed: pairs of most bytes, rising, and a share."""
-        share = next((share for most, share in self.packed if weight_bytes <= most), 1.0)
-        return None if self.cpu is None else share * self.cpu
+        return None if self.cpu is None else packed_share(self.packed, weight_bytes) * self.cpu
+
+    def read_share(self, weight_bytes: float) -> float:
+        """The part of `ram` that experts with weights of so many bytes each are read with."""
+        return packed_share(self.packed_reads, weight_bytes)
+
+
+def packed_share(shares: tuple[tuple[float, float], ...], weight_bytes: float) -> float:
+    """shares: pairs of most bytes of a weight, rising, and a share; above all of them it is 1."""
+    return next((share for most, share in shares if weight_bytes <= most), 1.0)
 
 
 def limits(speeds: Speeds) -> Reached:
     """The full rates, without losses: predictions count their limits with these."""
     gpu, pcie = _part(speeds.gpu, 1), _part(speeds.pcie, 1)
     return Reached(
-        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, gpu, gpu, gpu, pcie_beside=pcie
+        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, gpu, gpu, gpu, gpu, pcie_beside=pcie
     )
 
 
@@ -87,12 +101,14 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         pcie_beside=_part(speeds.pcie, PCIE_BESIDE_SHARE),
         gpu=_part(gpu, GPU_SHARE),
         gpu_attention=_part(gpu, ATTENTION_SHARE),
+        gpu_latents=_part(gpu, LATENTS_SHARE),
         gpu_experts=_part(gpu, EXPERTS_SHARE),
         overlaps=plan.isa not in ADDS,
         gpu_overlaps=False,  # 512 tokens of Qwen3-30B-A3B: 0.41 ms a layer, of which reading is 0.31, products 0.13
         launch_s=0.0 if plan.gpu is None else LAUNCH_S,
         pass_s=PASS_S,
         packed=AMX_PACKED if plan.isa == "amx" else (),
+        packed_reads=RAM_PACKED,
     )
 
 

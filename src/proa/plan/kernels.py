@@ -93,6 +93,11 @@ def growing_attention(spec: Model) -> list[AttentionKernel]:
     return list(found)
 
 
+def has_latents(mixer: Mixer) -> bool:
+    """Whether the mixer is latent attention."""
+    return any(isinstance(kernel, LatentKernel) for kernel in mixer.kernels)
+
+
 def latent_kernels(spec: Model) -> list[LatentKernel]:
     """The different kernels of latent attention of a model, in the order of layers."""
     return [kernel for kernel in _kernels(spec) if isinstance(kernel, LatentKernel)]

@@ -17,13 +17,15 @@ import msgspec
 
 from proa.machine.cost.prefill import CpuExpertCost, Division, GpuCost, PrefillRates, divide
 from proa.machine.rates import Rates
+from proa.models.mixers import Mixer
 from proa.models.spec import Model
 from proa.native.doorbell import FORESEEN_ROWS
-from proa.ops.sizes import PROMPT_ROWS
+from proa.ops.sizes import PROMPT_ROWS, bank_bytes, ring_groups
 from proa.plan.attained import Reached, attained, limits
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.fixed_costs import CROSSING_S, GPU_LAYER_S, HOST_S
-from proa.plan.kernels import prompt_share
+from proa.plan.kernels import has_latents, prompt_share
+from proa.plan.pass_time import PassLayer, pass_seconds
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import Plan, step_seconds
 from proa.plan.speeds import Speed, Speeds
@@ -117,7 +119,7 @@ def decode(plan: Plan, work: Work, speeds: Speeds, context_tokens: int, requests
 
 def _decode_terms(plan: Plan, work: Work, rates: Reached, context_tokens: int, requests: int) -> dict[str, float]:
     past_bytes = requests * _past_bytes(plan, work.spec, context_tokens)
-    ram_s = sum(n * layer.ram_bytes(requests) for layer, n in work.moe.items()) / _known(rates.ram)
+    ram_s = sum(n * _read_s(layer, rates, requests) for layer, n in work.moe.items())
     dense_bytes = work.dense_bytes + work.head_bytes + past_bytes
     if plan.gpu is None or rates.vram is None:
         return {RAM: ram_s + dense_bytes / _known(rates.ram)}
@@ -182,41 +184,59 @@ def _steps(tokens: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _pass_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:
-    """Seconds of one pass of streamed prefill: of its copies, or of what is computed meanwhile, if that is longer."""
+    """Seconds of one pass of streamed prefill: of its copies, with what waits for them, or of all that is computed, if
+    that is longer, with the waits for copies."""
     chunks = list(_steps(rows, _chunk_tokens(plan)))
-    dense = [_dense_term(plan, work, rates, first + at, count) for at, count in chunks]
-    computed = list(dense)
-    if not (plan.gpu is not None and plan.gpu.block_graphs and rows <= PROMPT_ROWS[-1]):
-        computed += (_launch_term(work, rates, seconds) for _, seconds in dense)
-    copies_s = 0.0
+    times = (_block_times(plan, work, rates, first + at, count) for at, count in chunks)
+    blocks = [sum(map(max, of)) for of in zip(*times, strict=True)]  # of all chunks
+    in_graphs = plan.gpu is not None and plan.gpu.block_graphs and rows <= PROMPT_ROWS[-1]
+    launch_s = 0.0 if in_graphs else len(chunks) * rates.launch_s
+    experts = {layer: _experts_time(plan, layer, rates, rows, len(chunks)) for layer in work.moe}
+    layers = [
+        replace(experts[work.experts[i]], own_s=max(own_s, launch_s)) if i in work.experts
+        else PassLayer(max(own_s, launch_s))
+        for i, own_s in enumerate(blocks)
+    ]  # fmt: skip
+    computed = [(GPU, sum(blocks)), (FIXED, sum(layer.own_s for layer in layers) - sum(blocks))]
     for layer, count in work.moe.items():
-        if layer.in_ram:
-            division = _division(plan, layer, rates, rows, len(chunks))
-            copies_s += count * division.copies_s
-            name, _ = _longer(*_cpu_terms(layer, rates, rows))
-            computed.append((name if division.computed_s == division.cpu_s else GPU, count * division.computed_s))
-        else:
-            computed.append((GPU, count * _seconds(layer.vram_flops(rows), rates.gpu_experts)))
-    computed_s = sum(seconds for _, seconds in computed)
+        name, _ = _longer(*_cpu_terms(layer, rates, rows))
+        computed.append(_longer((name, count * experts[layer].cpu_s), (GPU, count * experts[layer].experts_s)))
+    copies_s, computed_s = sum(layer.copies_s for layer in layers), sum(seconds for _, seconds in computed)
+    took_s = pass_seconds(layers)
     yield FIXED, rates.pass_s
-    yield from [(PCIE, copies_s)] if copies_s > computed_s else computed
+    yield from [(PCIE, took_s)] if copies_s > computed_s else [*computed, (PCIE, took_s - computed_s)]
 
 
-def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int) -> Division:
-    """The division of a layer's experts in RAM, as in service, by these rates. Copies take their part of RAM's
-    bandwidth from the CPU; the GPU computes all experts that the CPU does not."""
+def _experts_time(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int) -> PassLayer:
+    """The time of a layer's experts, which are divided as in service, by these rates. The GPU computes all experts that
+    the CPU does not."""
+    gpu = plan.gpu
+    if gpu is None:
+        raise ValueError("only prompts of a plan with a GPU are streamed")
+    all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
+    if not layer.in_ram:
+        return PassLayer(0.0, experts_s=all_s)
+    division = _division(plan, layer, rates, tokens, chunks, all_s)
+    groups = ring_groups(division.streamed, layer.expert_bytes, bank_bytes(gpu.ring_bytes))
+    gpu_s = all_s * (1 - (layer.in_ram - division.streamed) / layer.experts)
+    return PassLayer(0.0, division.copies_s, groups, gpu_s, division.cpu_s)
+
+
+def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int, all_s: float) -> Division:
+    """The division of a layer's experts in RAM. Copies take their part of RAM's bandwidth from the CPU. all_s: of all
+    experts on the GPU."""
     gpu, nbytes, copied_per_s, alone_per_s = plan.gpu, layer.expert_bytes, rates.pcie_beside, rates.pcie
     if gpu is None or copied_per_s is None or alone_per_s is None:
         raise ValueError("only prompts of a plan with a GPU are streamed")
-    all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
     if gpu.prefill == "stream" or plan.deterministic:
-        return Division(layer.in_ram, layer.in_ram * nbytes / alone_per_s, 0.0, all_s)
+        return Division(layer.in_ram, layer.in_ram * nbytes / alone_per_s, 0.0)
     pair_s = _seconds(layer.expert_flops, rates.cpu_of(layer.weight_bytes))
     # Where reading and multiplying overlap, an expert costs the longer of both.
+    read_share = rates.read_share(layer.weight_bytes)
     overlapped_s = pair_s * tokens * layer.top_k / layer.experts / chunks if rates.overlaps else 0.0
 
     def divided(ram_per_s: float) -> Division:
-        cost = CpuExpertCost(max(0.0, nbytes / ram_per_s - overlapped_s), pair_s)
+        cost = CpuExpertCost(max(0.0, nbytes / (read_share * ram_per_s) - overlapped_s), pair_s)
         known = PrefillRates(copied_per_s, cost, {(-(-tokens // chunks)).bit_length(): GpuCost(0.0, all_s / chunks)})
         chosen = layer.top_k * layer.in_ram / layer.experts
         return divide(layer.in_ram, nbytes, tokens, chosen, known, jobs=chunks)
@@ -227,24 +247,36 @@ def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: i
         found = divided(max(ram - copied_per_s, _LEAST_RAM * ram))
     if found.streamed == layer.in_ram:
         found = replace(found, copies_s=found.streamed * nbytes / alone_per_s)
-    gpu_s = all_s * (1 - (layer.in_ram - found.streamed) / layer.experts)
-    return replace(found, computed_s=max(found.cpu_s, gpu_s))
+    return found
 
 
 def _dense_term(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> tuple[str, float]:
     """Seconds of a step for all but routed experts."""
-    spec, at = work.spec, first + rows / 2
-    nbytes = work.dense_bytes + _past_bytes(plan, spec, first)
-    flops = rows * work.dense_flops
+    reads, computes = zip(*_block_times(plan, work, rates, first, rows), strict=True)
+    on_cpu = rates.vram is None
+    return _longer((RAM if on_cpu else VRAM, sum(reads)), (CPU if on_cpu else GPU, sum(computes)))
+
+
+def _block_times(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[float, float]]:
+    """Seconds of reading and of computing in each block of a step, for all but routed experts. Blocks count as equally
+    large to read: prompts are seldom limited by that."""
+    nbytes = (work.dense_bytes + _past_bytes(plan, work.spec, first)) / len(work.spec.blocks)
+    reads_s = _seconds(nbytes, rates.ram if rates.vram is None else rates.vram)
+    for block, flops in zip(work.spec.blocks, work.block_flops, strict=True):
+        past_flops = rows * _past_flops(plan, block.mixer, first, rows) if block.mixer else 0.0
+        if rates.vram is None:
+            yield reads_s, _seconds(rows * flops + past_flops, rates.cpu)
+        else:
+            at = rates.gpu_latents if block.mixer and has_latents(block.mixer) else rates.gpu_attention
+            yield reads_s, _seconds(rows * flops, rates.gpu) + _seconds(past_flops, at)
+
+
+def _past_flops(plan: Plan, mixer: Mixer, first: int, rows: int) -> float:
+    """Operations of one row of a prompt for queries, keys and weighted values."""
     # Plain torch computes all; so do prompts with --deterministic.
     fewer = plan.gpu is not None and not plan.gpu.simulated and not plan.deterministic
-    shares = [prompt_share(mixer, rows, first) if fewer else 1.0 for mixer in spec.mixers]
-    pairs = zip(spec.mixers, shares, strict=True)
-    past_flops = rows * sum(share * mixer.pair_flops * mixer.seen(at) for mixer, share in pairs)
-    if rates.vram is None:
-        return _longer((RAM, _seconds(nbytes, rates.ram)), (CPU, _seconds(flops + past_flops, rates.cpu)))
-    gpu_s = _seconds(flops, rates.gpu) + _seconds(past_flops, rates.gpu_attention)
-    return _longer((VRAM, _seconds(nbytes, rates.vram)), (GPU, gpu_s))
+    share = prompt_share(mixer, rows, first) if fewer else 1.0
+    return share * mixer.pair_flops * mixer.seen(first + rows / 2)
 
 
 def _launch_term(work: Work, rates: Reached, computed_s: float) -> tuple[str, float]:
@@ -254,9 +286,14 @@ def _launch_term(work: Work, rates: Reached, computed_s: float) -> tuple[str, fl
 
 def _cpu_terms(layer: MoeWork, rates: Reached, rows: int) -> list[tuple[str, float]]:
     """Seconds of the CPU's experts of a layer in one step."""
-    reads = RAM, _seconds(layer.ram_bytes(rows), rates.ram)
+    reads = RAM, _read_s(layer, rates, rows)
     computes = CPU, _seconds(layer.ram_flops(rows), rates.cpu_of(layer.weight_bytes))
     return [_longer(reads, computes)] if rates.overlaps else [reads, computes]
+
+
+def _read_s(layer: MoeWork, rates: Reached, rows: int) -> float:
+    """Seconds of the CPU's reading of its experts that so many rows choose."""
+    return layer.ram_bytes(rows) / (rates.read_share(layer.weight_bytes) * _known(rates.ram))
 
 
 def _step_terms(plan: Plan, work: Work, rates: Reached, first: int, rows: int) -> Iterator[tuple[str, float]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from proa.config.options import ModelOptions
 from proa.models.names import Declared
-from proa.models.spec import Model
+from proa.models.spec import Block, Model
 from proa.plan.budget import ELEM_BYTES, KV_ELEM_BYTES
 from proa.plan.placement import MoeLayer, moe_layers
 from proa.plan.plan import Plan
@@ -57,14 +58,20 @@ class MoeWork:
 
 @dataclass(frozen=True)
 class Work:
-    """The parts of a step. dense_bytes: weights that every step reads, without routed experts and head. dense_flops: of
-    one row with them. head_bytes: of the head, which a prompt needs once. moe: layers of equal work, counted."""
+    """The parts of a step. dense_bytes: weights that every step reads, without routed experts and head. block_flops: of
+    one row with those of each block. head_bytes: of the head, which a prompt needs once. experts: by block, of those
+    that have routed ones."""
 
     spec: Model
     dense_bytes: int
-    dense_flops: int
+    block_flops: tuple[int, ...]
     head_bytes: int
-    moe: Mapping[MoeWork, int] = field(default_factory=dict)
+    experts: Mapping[int, MoeWork]
+
+    @cached_property
+    def moe(self) -> Mapping[MoeWork, int]:
+        """Layers of equal work, counted."""
+        return Counter(self.experts.values())
 
 
 def planned_work(plan: Plan, asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> Work:
@@ -76,16 +83,19 @@ def work_of(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Work:
     """The work of a plan. stored: of kept_types."""
     layers = moe_layers(spec, stored) if plan.gpu is not None or stored else _plain(spec, ELEM_BYTES[plan.dtype])
     resident = [0] * len(layers) if plan.gpu is None else [len(ids) for ids in plan.gpu.resident]
-    moe = Counter(
-        MoeWork(layer.experts, layer.top_k, layer.expert_bytes, 2 * _matrices(spec, layer), count)
+    experts = {
+        layer.block: MoeWork(layer.experts, layer.top_k, layer.expert_bytes, 2 * _matrices(spec, layer), count)
         for layer, count in zip(layers, resident, strict=True)
-    )
+    }
     read_bytes = _dense_bytes(plan, spec, layers) if plan.gpu is None else plan.gpu.vram.dense_read_bytes
     head_bytes = min(read_bytes, spec.vocab * spec.hidden * ELEM_BYTES[plan.dtype])
-    matrices = (shape for name, shape in spec.params(routed=False) if len(shape) == 2)
-    dense = sum(map(prod, matrices)) - spec.vocab * spec.hidden * (1 if spec.tied else 2)
-    row_flops = sum(mixer.row_flops for mixer in spec.mixers)
-    return Work(spec, read_bytes - head_bytes, 2 * dense + row_flops, head_bytes, moe)
+    return Work(spec, read_bytes - head_bytes, tuple(map(_block_flops, spec.blocks)), head_bytes, experts)
+
+
+def _block_flops(block: Block) -> int:
+    """Of one row, without routed experts and attention."""
+    matrices = sum(prod(shape) for _, shape in block.params(routed=False) if len(shape) == 2)
+    return 2 * matrices + (block.mixer.row_flops if block.mixer else 0)
 
 
 def _dense_bytes(plan: Plan, spec: Model, layers: Sequence[MoeLayer]) -> int:
