@@ -22,7 +22,7 @@ from proa.ops.triton.attention import rows_of_tile
 from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 
-CONVOLVED = 16  # rows per program of the convolution
+CONVOLVED, WARPS = 32, 4  # rows per program of the convolution
 BLOCK = 16  # diagonal blocks of a chunk's triangle up to this size are inverted in parallel
 MOST_KEY = 128  # largest key_dim
 OLDEST = 80  # oldest compute capability: needs bfloat16 matrix products
@@ -54,7 +54,7 @@ class Chunks:
 def _convolve(
     q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
     FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    TAPS_PADDED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """The causal convolution. Values become float32, and so do queries and keys of sequences of up to FEW rows; those
     of longer sequences become pairs of bfloat16 (see `pair`) in the same bytes, higher parts first."""
@@ -68,13 +68,17 @@ def _convolve(
     index, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
     row = (q_start + index).to(tl.int64)
     inside = (index < q_len) & (column < width)
+    # A column's taps are neighbours: read one by one, they would take most of the kernel's time.
+    each, of_tap = tl.arange(0, WIDE)[:, None], tl.arange(0, TAPS_PADDED)[None, :]
+    taps = tl.load(conv + (channel + each) * TAPS + of_tap, (each < width) & (of_tap < TAPS), 0.0)
     total = tl.zeros([ROWS, WIDE], tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         x = tl.load(source + (row - back) * row_stride + column, inside & (index >= back), 0.0).to(tl.float32)
-        before = kept + (index + tap) * channels + channel + column
-        x += tl.load(before, inside & past & (index < back), 0.0).to(tl.float32)
-        total += x * tl.load(conv + (channel + column) * TAPS + tap, column < width, 0.0)
+        if first == 0:  # rows before the step's first one
+            before = kept + (index + tap) * channels + channel + column
+            x += tl.load(before, inside & past & (index < back), 0.0).to(tl.float32)
+        total += x * tl.sum(tl.where(of_tap == tap, taps, 0.0), 1)[None, :]
     y = total / (1.0 + tl.exp(-total))
     if part < 2 * groups:
         y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
@@ -262,8 +266,9 @@ def convolve(
     _convolve[(rows // CONVOLVED + sequences, groups * (2 + members))](
         x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups,
         mixed.shape[1], x.q.stride(0), x.q.stride(1), FEW=few_rows, KEY=key_dim, VALUE=value_dim, MEMBERS=members,
-        TAPS=weights.conv.shape[2], WIDE=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=CONVOLVED,
-        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=8,
+        TAPS=weights.conv.shape[2], TAPS_PADDED=triton.next_power_of_2(weights.conv.shape[2]),
+        WIDE=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=CONVOLVED,
+        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -322,6 +327,7 @@ def variants() -> Iterator[Variant]:
         both |= {"ROWS": CHUNK}
         constants = both | {"BLOCK": BLOCK, "SEQUENCES": FEW_SEQUENCES}
         wide: dict[str, object] = {"FEW": 32, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
+        wide |= {"TAPS_PADDED": 4}
         wide |= {"WIDE": triton.next_power_of_2(max(key, value)), "ROWS": CONVOLVED, "SEQUENCES": FEW_SEQUENCES}
         yield Variant(_convolve, taps, wide, 8, aligned=of_taps)
         yield Variant(_prepare, first, constants, aligned=of_first, least=OLDEST)
