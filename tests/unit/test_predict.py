@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from families.hub_texts import CONFIGS
-from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions, SchedulerOptions
+from planned_boxes import FORMATS, FP8, GB, TB, Box, bare, planned, published, work_for
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, SchedulerOptions
 from proa.errors import ResourceError
-from proa.machine.machine import Gpu, Machine, NumaNode
+from proa.machine.machine import Machine, NumaNode
 from proa.machine.machine_file import Kernels
-from proa.machine.rates import GpuRate, Rates
+from proa.machine.rates import Rates
 from proa.models.spec import Mlp, Moe
 from proa.plan.attained import CPU_SHARES, PASS_S, RAM_SHARE
 from proa.plan.fixed_costs import GPU_LAYER_S, HOST_S
@@ -40,58 +39,8 @@ from proa.plan.predict import (
 )
 from proa.plan.prepare import Prepared, prepare
 from proa.plan.roof import roof_at
-from proa.plan.work import Work, planned_work
 from quick_plan import ram_of
 from tiny import make_tiny
-
-GB, TB = 1e9, 1e12
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-INT4_EXPERTS = {
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "experts": {
-            "targets": [r"re:.*\.experts\..*"],
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
-        },
-        "dense": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
-    },
-}
-
-
-@dataclass(frozen=True)
-class Box:
-    """A machine with one GPU, by effective rates."""
-
-    vram: float
-    ram: float
-    pcie: float = 50 * GB
-    cpu_flops: float = 15e12
-    gpu_flops: float = 200e12
-    vram_gib: int = 140
-
-    @property
-    def machine(self) -> Machine:
-        card = Gpu(
-            index=0, name="Card", total_bytes=self.vram_gib << 30, free_bytes=self.vram_gib << 30, capability=(9, 0),
-            memory_bytes_per_s=self.vram, pcie_bytes_per_s=self.pcie,
-        )  # fmt: skip
-        return msgspec.structs.replace(bare(4 << 40), gpus=(card,), torch_cuda="12.8")
-
-    @property
-    def rates(self) -> Rates:
-        card = GpuRate(index=0, vram_bytes_per_s=self.vram, pcie_bytes_per_s=self.pcie, flops_per_s=self.gpu_flops)
-        return Rates(ram=ram_of(self.ram), cpu_flops_per_s=self.cpu_flops, gpus=(card,))
-
-
-def bare(ram_bytes: int, cores: int = 16) -> Machine:
-    """A machine without a GPU."""
-    cpus = tuple(range(cores))
-    return Machine(
-        cpu="Test", online_cpus=cores, usable_cpus=cpus, physical_cores=cores, total_bytes=ram_bytes,
-        available_bytes=ram_bytes,
-    )  # fmt: skip
-
 
 BOXES = {
     "H200, 16 cores": Box(3600 * GB, 120 * GB, 55 * GB),
@@ -108,31 +57,6 @@ MODELS = {
     "deepseek-ai/DeepSeek-V3": (20.43, 16.08),
     "moonshotai/Kimi-K2-Instruct": (21.14, 10.37),
 }
-# Bytes per routed weight and per other weight. Int4: groups of 32 with bfloat16 scales.
-FORMATS: dict[str, tuple[dict[str, Any] | None, float, float]] = {
-    "bf16": (None, 2, 2), "fp8": (FP8, 1, 1), "int4": (INT4_EXPERTS, 0.5625, 1),
-}  # fmt: skip
-
-
-def planned(
-    folder: Path, config: dict[str, Any], machine: Machine, asked: EngineOptions, ram: float = 40 * GB,
-    isa: str = "avx512",
-) -> Prepared:  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    opened = open_headers(str(folder), asked.model)
-    return prepare(
-        str(folder), asked, measure=lambda *_: ram_of(ram), opened=opened, machine=machine, kernels=Kernels(isa)
-    )
-
-
-def work_for(prepared: Prepared) -> Work:
-    return planned_work(prepared.plan, ModelOptions(), prepared.declared, prepared.checkpoint)
-
-
-def published(name: str, quantised: dict[str, Any] | None) -> dict[str, Any]:
-    config = {key: value for key, value in CONFIGS[name].items() if key != "quantization_config"}
-    config["torch_dtype"] = "bfloat16"
-    return config if quantised is None else config | {"quantization_config": quantised}
 
 
 def experts_in_ram() -> EngineOptions:
@@ -258,85 +182,6 @@ def test_the_limit_of_a_streamed_prompt_has_no_fixed_costs(tmp_path: Path) -> No
     found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), 512)
     assert 512 / found.limit_tokens_per_s < 1e-3
     assert found.terms[FIXED] > PASS_S
-
-
-# Seconds to the first token by share of experts in VRAM and --prefill, 24 layers of Qwen3-30B-A3B in bfloat16, measured
-# on an H200 with AMX, 2026-11-23 and 24, all in VRAM 2026-11-27 (docs/lab/prefill-h200.md).
-H200_PROMPTS = {
-    ("none", "auto"): {64: 0.196, 128: 0.215, 512: 0.257, 2048: 0.345, 4096: 0.435, 8192: 0.553, 16384: 0.608},
-    ("none", "stream"): {512: 0.539, 2048: 0.541, 8192: 0.550, 16384: 0.572, 32768: 0.784, 65536: 2.260},
-    ("none", "cpu"): {128: 0.225, 512: 0.331, 2048: 0.703, 8192: 2.065, 16384: 4.010},
-    ("13", "auto"): {128: 0.213, 512: 0.240, 2048: 0.340, 8192: 0.504, 16384: 0.520},
-    ("all", "auto"): {512: 0.014, 2048: 0.025, 8192: 0.107, 16384: 0.258},
-}
-
-
-@pytest.mark.parametrize(
-    ("experts", "mode", "tokens", "measured_s"),
-    [(*key, tokens, s) for key, of in H200_PROMPTS.items() for tokens, s in of.items()],
-)
-def test_prompts_of_an_h200(experts: str, mode: str, tokens: int, measured_s: float, tmp_path: Path) -> None:
-    """By the rates of such a machine, the limit is below what was measured, and the prediction within 15 % of it."""
-    box = Box(4350 * GB, 170 * GB, pcie=55.3 * GB, cpu_flops=22e12, gpu_flops=757e12)
-    config = published("Qwen/Qwen3-30B-A3B", None) | {"num_hidden_layers": 24, "max_position_embeddings": 131072}
-    asked = EngineOptions(
-        cache=CacheOptions(context=tokens + 64), scheduler=SchedulerOptions(max_running=4),
-        gpus=GpuOptions(gpu_experts=experts, prefill=mode),
-    )  # fmt: skip
-    prepared = planned(tmp_path, config, box.machine, asked, 170 * GB, isa="amx")
-    found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens)
-    assert tokens / found.limit_tokens_per_s < measured_s
-    assert 0.85 * measured_s < found.seconds < 1.15 * measured_s
-
-
-# The same by format and tokens, no expert in VRAM, --prefill auto, on H100s with AMX whose RAM reads 146 to 156 GB/s,
-# 2026-11-28; bfloat16 before graphs of blocks.
-H100_PROMPTS = {
-    "bf16": {512: 0.299, 2048: 0.416},
-    "fp8": {64: 0.140, 128: 0.148, 512: 0.169, 2048: 0.232, 8192: 0.277},
-    "int4": {64: 0.098, 128: 0.099, 512: 0.130, 2048: 0.155, 8192: 0.180},
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "tokens", "measured_s"), [(form, n, s) for form, of in H100_PROMPTS.items() for n, s in of.items()]
-)
-def test_prompts_of_an_h100(form: str, tokens: int, measured_s: float, tmp_path: Path) -> None:
-    """Predictions of 10 of the 12 prompts are within 15 % of the measured time."""
-    box = Box(3000 * GB, 150 * GB, pcie=55.1 * GB, cpu_flops=22e12, gpu_flops=770e12)
-    config = published("Qwen/Qwen3-30B-A3B", FORMATS[form][0])
-    config |= {"num_hidden_layers": 24, "max_position_embeddings": 131072}
-    asked = EngineOptions(
-        cache=CacheOptions(context=tokens + 64), scheduler=SchedulerOptions(max_running=4),
-        gpus=GpuOptions(gpu_experts="none"),
-    )  # fmt: skip
-    prepared = planned(tmp_path, config, box.machine, asked, 150 * GB, isa="amx")
-    found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens)
-    assert tokens / found.limit_tokens_per_s < measured_s
-    least = {("int4", 64): 0.75, ("bf16", 2048): 0.8}.get((form, tokens), 0.85)
-    assert least * measured_s < found.seconds < 1.15 * measured_s
-
-
-@pytest.mark.parametrize(
-    ("tokens", "mode", "most"),
-    [(512, "cpu", 1.001), (1023, "cpu", 1.001), (1024, "stream", 1.001), (4096, "stream", 1.1), (16384, "auto", 1.25)],
-)
-def test_deterministic_prompts_of_an_h200(tokens: int, mode: str, most: float, tmp_path: Path) -> None:
-    """Short prompts take as long as if the CPU computes their experts, long ones as long as if all are copied, and very
-    long ones hardly longer than with both."""
-    box = Box(4350 * GB, 170 * GB, pcie=55.3 * GB, cpu_flops=22e12, gpu_flops=757e12)
-    config = published("Qwen/Qwen3-30B-A3B", None) | {"num_hidden_layers": 24, "max_position_embeddings": 131072}
-
-    def seconds(deterministic: bool, prefill_mode: str) -> float:
-        asked = EngineOptions(
-            cache=CacheOptions(context=tokens + 64),
-            scheduler=SchedulerOptions(max_running=4, deterministic=deterministic),
-            gpus=GpuOptions(gpu_experts="none", prefill=prefill_mode),
-        )
-        prepared = planned(tmp_path, config, box.machine, asked, 170 * GB, isa="amx")
-        return prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens).seconds
-
-    assert seconds(True, "auto") <= most * seconds(False, mode)
 
 
 def test_flops_of_a_prompt_on_the_cpu(tmp_path: Path) -> None:

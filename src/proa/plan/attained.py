@@ -33,8 +33,9 @@ AMX_PACKED = ((0.75, 0.5), (1.5, 0.6))
 ADDS = frozenset({"amx"})
 # A GPU's products: linear layers, assumed; attention, from whole times (58 and 60 % of the dense rate at 65536 tokens);
 # latent attention by expanded keys, from the GPU's own time (32, 47, 52 % at 8192, 16384, 32768 tokens of DeepSeek-V3);
+# the gated delta rule, which memory limits: 146 ns a row of Qwen3-Next (3.7 MFLOP), 3 % of the dense rate;
 # experts by panels, 4096 tokens, bf16 354 of 761 TFLOP/s, int4 297, others 205 to 262 (docs/lab/prefill-h200.md).
-GPU_SHARE, ATTENTION_SHARE, LATENTS_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.45, 0.4
+GPU_SHARE, ATTENTION_SHARE, LATENTS_SHARE, RULES_SHARE, EXPERTS_SHARE = 0.7, 0.6, 0.45, 0.033, 0.4
 # The host's launches of a layer op by op: 26 ms for 24 layers, of a prompt of 512 tokens (docs/lab/prefill-h200.md).
 LAUNCH_S = 1.1e-3
 # A pass of streamed prefill before its first copy and after its last layer: dividing, the head, sampling (4 to 6 ms on
@@ -56,6 +57,7 @@ class Reached:
     gpu: float | None
     gpu_attention: float | None
     gpu_latents: float | None
+    gpu_rules: float | None
     gpu_experts: float | None
     pcie_beside: float | None
     overlaps: bool = True
@@ -83,7 +85,7 @@ def limits(speeds: Speeds) -> Reached:
     """The full rates, without losses: predictions count their limits with these."""
     gpu, pcie = _part(speeds.gpu, 1), _part(speeds.pcie, 1)
     return Reached(
-        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, gpu, gpu, gpu, gpu, pcie_beside=pcie
+        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, *5 * (gpu,), pcie_beside=pcie
     )
 
 
@@ -102,6 +104,7 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         gpu=_part(gpu, GPU_SHARE),
         gpu_attention=_part(gpu, ATTENTION_SHARE),
         gpu_latents=_part(gpu, LATENTS_SHARE),
+        gpu_rules=_part(gpu, RULES_SHARE),
         gpu_experts=_part(gpu, EXPERTS_SHARE),
         overlaps=plan.isa not in ADDS,
         gpu_overlaps=False,  # 512 tokens of Qwen3-30B-A3B: 0.41 ms a layer, of which reading is 0.31, products 0.13

@@ -264,11 +264,13 @@ def _block_times(plan: Plan, work: Work, rates: Reached, first: int, rows: int) 
     reads_s = _seconds(nbytes, rates.ram if rates.vram is None else rates.vram)
     for block, flops in zip(work.spec.blocks, work.block_flops, strict=True):
         past_flops = rows * _past_flops(plan, block.mixer, first, rows) if block.mixer else 0.0
+        rule_flops = rows * block.mixer.row_flops if block.mixer else 0
         if rates.vram is None:
-            yield reads_s, _seconds(rows * flops + past_flops, rates.cpu)
-        else:
-            at = rates.gpu_latents if block.mixer and has_latents(block.mixer) else rates.gpu_attention
-            yield reads_s, _seconds(rows * flops, rates.gpu) + _seconds(past_flops, at)
+            yield reads_s, _seconds(rows * flops + past_flops + rule_flops, rates.cpu)
+            continue
+        at = rates.gpu_latents if block.mixer and has_latents(block.mixer) else rates.gpu_attention
+        computed_s = _seconds(rows * flops, rates.gpu) + _seconds(rule_flops, rates.gpu_rules)
+        yield reads_s, computed_s + _seconds(past_flops, at)
 
 
 def _past_flops(plan: Plan, mixer: Mixer, first: int, rows: int) -> float:

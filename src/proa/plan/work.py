@@ -59,8 +59,8 @@ class MoeWork:
 @dataclass(frozen=True)
 class Work:
     """The parts of a step. dense_bytes: weights that every step reads, without routed experts and head. block_flops: of
-    one row with those of each block. head_bytes: of the head, which a prompt needs once. experts: by block, of those
-    that have routed ones."""
+    one row with the matrices of each block. head_bytes: of the head, which a prompt needs once. experts: by block, of
+    those that have routed ones."""
 
     spec: Model
     dense_bytes: int
@@ -93,9 +93,8 @@ def work_of(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Work:
 
 
 def _block_flops(block: Block) -> int:
-    """Of one row, without routed experts and attention."""
-    matrices = sum(prod(shape) for _, shape in block.params(routed=False) if len(shape) == 2)
-    return 2 * matrices + (block.mixer.row_flops if block.mixer else 0)
+    """Of one row, without routed experts."""
+    return 2 * sum(prod(shape) for _, shape in block.params(routed=False) if len(shape) == 2)
 
 
 def _dense_bytes(plan: Plan, spec: Model, layers: Sequence[MoeLayer]) -> int:

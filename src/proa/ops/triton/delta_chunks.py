@@ -22,7 +22,7 @@ from proa.ops.triton.attention import rows_of_tile
 from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 
-CONVOLVED, WARPS = 32, 4  # rows per program of the convolution
+CONVOLVED, WARPS = 16, 4  # rows per program of the convolution, and its warps
 BLOCK = 16  # diagonal blocks of a chunk's triangle up to this size are inverted in parallel
 MOST_KEY = 128  # largest key_dim
 OLDEST = 80  # oldest compute capability: needs bfloat16 matrix products
