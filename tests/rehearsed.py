@@ -147,7 +147,7 @@ def pass_in_vram(prepared: Prepared, stage: rehearsal.Stage, asked: EngineOption
             whole = parts.hidden
         hybrid.end_pass()
     assert parts.done
-    assert len(whole) == tokens
+    assert sum(map(len, whole)) == tokens
     groups = 2 if hybrid.passes_in_groups else 1
     return {
         "pass_bytes": counted.peak,

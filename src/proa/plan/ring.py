@@ -94,9 +94,9 @@ def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:
 
 
 def pass_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int, groups: int) -> int:
-    """Bytes of a pass beyond those of a step: hidden states, at the end of the pass once more as one tensor, angles,
-    inputs of its chunks, and fault records. With several groups, each chunk also keeps what the block was given and the
-    mixer's output, the experts' input, their sum in float32, the choice and where it was located."""
+    """Bytes of a pass beyond those of a step: hidden states, angles, inputs of its chunks, and fault records. With
+    several groups, each chunk also keeps what the block was given and the mixer's output, the experts' input, their sum
+    in float32, the choice and where it was located."""
     chunk_tokens = min(batch_tokens, DECODING_TOKENS)
     chunks = -(-tokens // chunk_tokens)
     angles = sum(sizes.angle_bytes(tokens, rope.dim) for rope in spec.ropes)
@@ -104,5 +104,5 @@ def pass_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: i
     inputs = (chunks - 1) * sizes.input_bytes(batch_tokens, options.scheduler.max_running, pages)
     top_k = max((ffn.top_k for ffn in spec.routed.values()), default=0)
     faults = (tokens - batch_tokens) * (sizes.FAULT_COLUMNS + top_k) * 4
-    rows = 2 * 2 * spec.hidden if groups == 1 else (4 * 2 + 4) * spec.hidden + 32 * top_k
+    rows = 2 * spec.hidden if groups == 1 else (3 * 2 + 4) * spec.hidden + 32 * top_k
     return tokens * rows + angles + inputs + faults

@@ -10,7 +10,7 @@ graphs may be replayed between two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -118,9 +118,9 @@ class Replayed:
         return self._next / self._blocks
 
     @property
-    def hidden(self) -> Tensor:
-        """[T, hidden] after the last block."""
-        return self._hidden
+    def hidden(self) -> Sequence[Tensor]:
+        """[T, hidden] after the last block, in one piece."""
+        return (self._hidden,)
 
     def advance(self, units: int) -> int:
         count = min(units, self._blocks - self._next)

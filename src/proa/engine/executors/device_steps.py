@@ -4,6 +4,7 @@ rehearsal.py can make the same launches without a GPU.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -79,10 +80,17 @@ class DeviceSteps:
         tokens, step = self.step(inputs, rows, spans, beside_decode=beside_decode)
         self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
 
-    def bring(self, hidden: Tensor, rows: int) -> None:
-        """Copy the rows scored[:rows] of `hidden` to the first rows of `self.hidden`, and score them there."""
-        self.hidden[:rows].copy_(hidden.index_select(0, self.scored[:rows]))
-        self.scored[:rows].copy_(self._first_rows[:rows])
+    def bring(self, pieces: Sequence[Tensor], rows: Sequence[int], scored: int) -> None:
+        """Copy rows of a step's hidden states, which lie in `pieces` one after the other, to the first rows of
+        `self.hidden`, and score `scored` rows there, some of them padding. rows, rising: the first of `self.scored`."""
+        begin = first = 0
+        for piece in pieces:
+            end = bisect_left(rows, first + len(piece))
+            if begin < end:
+                at = self.scored[begin:end] - first if first else self.scored[begin:end]
+                self.hidden[begin:end].copy_(piece.index_select(0, at))
+            begin, first = end, first + len(piece)
+        self.scored[:scored].copy_(self._first_rows[:scored])
 
     def run_head(self, rows: int) -> None:
         """Compute logits[:rows] and their argmax best[:rows] for the rows scored[:rows] of `hidden`."""

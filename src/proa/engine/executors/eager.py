@@ -146,7 +146,7 @@ class EagerExecutor:
         if parts.done:
             if not step.alone:
                 self._session.end_parts(step)
-            step.hidden = parts.hidden
+            step.hidden = torch.cat(list(parts.hidden))
             copy_states(self.caches, step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
@@ -186,7 +186,7 @@ class EagerExecutor:
     def wait(self, step: EagerStep) -> StepResult:
         bad = {row for row, choice in zip(step.rows, step.choices, strict=True) if choice.token < 0}
         between = bool(self._unfinished)
-        faults = self._session.step_faults(step, bad, step.hidden, between_parts=between)
+        faults = self._session.step_faults(step, bad, (step.hidden,), between_parts=between)
         result = step_result(step.batch, step.spans, step.choices, faults)
         result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step), self._cells)
         result.streamed, step.next_step = step.streamed, None

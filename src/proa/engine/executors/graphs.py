@@ -59,12 +59,12 @@ class _Captured:
 @dataclass(eq=False)
 class GraphStep(WatchedStep):
     """graph: None for steps launched op by op. size: the rows that a step in parts is padded to, if it may have
-    graphs of its blocks. hidden: of a step in parts that is done, [T, hidden] after the last block. samplings: how each
-    of `rows` is sampled. done: a mark after the head."""
+    graphs of its blocks. hidden: of a step in parts that is done, as Parts.hidden. samplings: how each of `rows` is
+    sampled. done: a mark after the head."""
 
     graph: _Captured | None = None
     size: int | None = None
-    hidden: Tensor | None = None
+    hidden: Sequence[Tensor] | None = None
     samplings: Sequence[Row] = ()
     done: Mark | None = None
     num_launched: int = 0  # the session's number of launches at `done`
@@ -395,7 +395,7 @@ class GraphExecutor:
         self.clock.lap(Stage.INPUTS)
         self._scored.copy_to(self._on.scored, bucket)
         if step.hidden is not None:
-            self._on.bring(step.hidden, bucket)
+            self._on.bring(step.hidden, rows, bucket)
         head()
         if samplings:
             self._on.sampler.launch(self._on.logits, self._on.best, samplings)
@@ -413,7 +413,7 @@ class GraphExecutor:
             bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
             choices = self._read_choices(step, tokens)
             between = bool(self._unfinished)
-            hidden = self._on.hidden if step.hidden is None else step.hidden
+            hidden = (self._on.hidden,) if step.hidden is None else step.hidden
             faults = self._session.step_faults(step, bad, hidden, between_parts=between)
             result = step_result(step.batch, step.spans, choices, faults)
             result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._logprobs, step), self._limits.cells)

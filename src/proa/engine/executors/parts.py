@@ -37,8 +37,8 @@ class Parts(Protocol):
     def done_share(self) -> float: ...
 
     @property
-    def hidden(self) -> Tensor:
-        """[T, hidden] of the whole step, once it is done."""
+    def hidden(self) -> Sequence[Tensor]:
+        """[T, hidden] of the whole step, once it is done, in pieces: as one tensor it would take its memory twice."""
 
     def advance(self, units: int) -> int:
         """Launch up to `units` more units. Returns how many were launched."""
@@ -76,9 +76,9 @@ class BlockByBlock:
         return 1.0 - self._left / self._units
 
     @property
-    def hidden(self) -> Tensor:
-        """[T, hidden] of the whole step, after the last block that was computed for all chunks."""
-        return self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden)
+    def hidden(self) -> Sequence[Tensor]:
+        """[T, hidden] of the whole step, chunk by chunk, after the last block that was computed for all of them."""
+        return self._hidden
 
     def advance(self, units: int) -> int:
         """Compute up to `units` more units: for one chunk, a block or one of the groups of its experts. Returns how
@@ -108,9 +108,14 @@ def _numbered(parts: Iterator[Tensor | None]) -> Iterator[tuple[int, Tensor | No
         block += hidden is not None
 
 
-def non_finite_rows(hidden: Tensor) -> list[int]:
-    """Rows of hidden [T, hidden] with NaN or infinity, which stay in the residual stream once they are there."""
-    starts = range(0, max(1, len(hidden)), ROWS_CHECKED)
-    bad = torch.cat([~hidden[at : at + ROWS_CHECKED].isfinite().all(1) for at in starts])
-    rows: list[int] = bad.nonzero().flatten().tolist()
+def non_finite_rows(pieces: Sequence[Tensor], count: int) -> list[int]:
+    """The first `count` rows of hidden states [T, hidden], in pieces, that have NaN or infinity, which stay in the
+    residual stream once they are there."""
+    bad, left = list[Tensor](), count
+    for piece in pieces:
+        live = min(left, len(piece))
+        for at in range(0, live, ROWS_CHECKED):
+            bad.append(~piece[at : min(at + ROWS_CHECKED, live)].isfinite().all(1))
+        left -= live
+    rows: list[int] = torch.cat(bad).nonzero().flatten().tolist() if bad else []
     return rows

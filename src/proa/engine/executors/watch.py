@@ -125,12 +125,13 @@ class WatchedSession:
                 self._cpu_error = error.message
 
     def step_faults(
-        self, step: WatchedStep, bad: Collection[int], hidden: Tensor, *, between_parts: bool
+        self, step: WatchedStep, bad: Collection[int], hidden: Sequence[Tensor], *, between_parts: bool
     ) -> dict[int, str]:  # fmt: skip
         """The faults of a finished step by index of the span. bad: sampled rows whose logits are not finite. hidden:
-        the step's hidden states, in its first rows. between_parts: another step, in parts, is unfinished."""
+        the step's hidden states in pieces, of which its own rows are the first. between_parts: another step, in parts,
+        is unfinished."""
         if step.parts is not None:
-            return self.faults_in_parts(step, non_finite_rows(hidden[: step.batch.num_tokens]))
+            return self.faults_in_parts(step, non_finite_rows(hidden, step.batch.num_tokens))
         if between_parts:
             return self.faults_between(step.batch.spans, bad)
         all_scored = step.followed or len(step.rows) == step.batch.num_tokens
@@ -139,7 +140,7 @@ class WatchedSession:
             return found
         # Notes may be left of a request that had ended when a step launched ahead computed one more of its rows.
         ends = _ends(step.batch.spans)
-        own = {_span_at(ends, row) for row in non_finite_rows(hidden[: step.batch.num_tokens])}
+        own = {_span_at(ends, row) for row in non_finite_rows(hidden, step.batch.num_tokens)}
         return {i: why for i, why in found.items() if i in own}
 
     def faults_of(self, step: WatchedStep, bad: Collection[int], *, all_scored: bool) -> dict[int, str]:
