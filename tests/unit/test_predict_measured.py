@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from families.hub_texts import CONFIGS
 from planned_boxes import FORMATS, GB, Box, planned, published, work_for
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, SchedulerOptions
 from proa.plan.predict import decode, prefill, speeds_of
@@ -14,9 +15,11 @@ from proa.plan.predict import decode, prefill, speeds_of
 
 def cut_to(name: str, layers: int, form: str) -> dict[str, Any]:
     """The published config with so many layers, its experts in this format."""
-    config = published(name, FORMATS[form][0]) | {"num_hidden_layers": layers, "max_position_embeddings": 131072}
+    quantised = CONFIGS[name]["quantization_config"] if form == "own" else FORMATS[form][0]
+    config = published(name, quantised) | {"num_hidden_layers": layers, "max_position_embeddings": 131072}
     config.pop("num_nextn_predict_layers", None)
-    return config
+    by_layer = {key: config[key][:layers] for key in ("layer_types", "attn_type_list") if key in config}
+    return config | by_layer
 
 
 # Seconds to the first token by share of experts in VRAM and --prefill, 24 layers of Qwen3-30B-A3B in bfloat16, measured
@@ -129,26 +132,31 @@ def test_prompts_of_other_models(
     assert least * measured_s < found.seconds < 1.15 * measured_s
 
 
-# Tokens/s of all requests together by their number, and RAM in GB/s as read in the run, no expert in VRAM, on an H200
-# with AMX, 2026-11-27 (docs/performance.md).
+# Tokens/s of all requests together by their number, on an H200 with AMX, 2026-11-27 (docs/performance.md): layers,
+# format (own: the file's), experts of each layer in VRAM, and RAM in GB/s as read in the run.
 DECODED = {
-    ("bf16", 154): {1: 33.5, 4: 40.8},
-    ("fp8", 157): {1: 52.7, 4: 67.6},
-    ("int4", 141): {1: 91.8, 4: 116.0},
+    ("Qwen/Qwen3-30B-A3B", 48, "bf16", 0, 154): {1: 33.5, 4: 40.8},
+    ("Qwen/Qwen3-30B-A3B", 48, "fp8", 0, 157): {1: 52.7, 4: 67.6},
+    ("Qwen/Qwen3-30B-A3B", 48, "int4", 0, 141): {1: 91.8, 4: 116.0},
+    ("Qwen/Qwen3-Next-80B-A3B-Instruct", 48, "bf16", 358, 160): {1: 102.0, 4: 135.0},
+    ("MiniMaxAI/MiniMax-M2", 12, "fp8", 64, 142): {1: 116.0, 4: 126.0},
+    ("deepseek-ai/DeepSeek-V3", 6, "fp8", 64, 152): {1: 125.0, 4: 159.0},
+    ("openai/gpt-oss-120b", 18, "own", 32, 140): {1: 119.0, 4: 162.0},
 }
 
 
 @pytest.mark.parametrize(
-    ("form", "ram", "requests", "measured"),
+    ("name", "layers", "form", "resident", "ram", "requests", "measured"),
     [(*key, requests, rate) for key, of in DECODED.items() for requests, rate in of.items()],
 )
-def test_decode_of_an_h200(form: str, ram: int, requests: int, measured: float, tmp_path: Path) -> None:
+def test_decode_of_an_h200(
+    name: str, layers: int, form: str, resident: int, ram: int, requests: int, measured: float, tmp_path: Path
+) -> None:
     box = Box(4350 * GB, ram * GB, pcie=55 * GB, cpu_flops=22e12)
     asked = EngineOptions(
         cache=CacheOptions(context=4096), scheduler=SchedulerOptions(max_running=4),
-        gpus=GpuOptions(gpu_experts="none"),
+        gpus=GpuOptions(gpu_experts=str(resident) if resident else "none"),
     )  # fmt: skip
-    config = published("Qwen/Qwen3-30B-A3B", FORMATS[form][0])
-    prepared = planned(tmp_path, config, box.machine, asked, ram * GB, isa="amx")
+    prepared = planned(tmp_path, cut_to(name, layers, form), box.machine, asked, ram * GB, isa="amx")
     found = decode(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), 256, requests)
     assert 0.85 * measured < found.tokens_per_s < 1.15 * measured

@@ -16,7 +16,7 @@ from proa.plan.speeds import Speed, Speeds
 RAM_SHARE = 0.9
 # Formats of 8 bits and fewer reach less of that, since their codes are converted: of the whole rate fp8 65 to 79, 79 to
 # 89 and 91 % (Emerald Rapids, Zen 5, Granite Rapids), int8 77 to 97, int4 63 to 94. By most bytes of a weight.
-RAM_PACKED = ((0.75, 0.9), (1.5, 0.85))
+RAM_PACKED = ((0.75, 0.9), (1.5, 0.87))
 # From a whole time: decode of one request, all experts in VRAM, 0.93 of the limit with fixed costs.
 VRAM_SHARE = 0.9
 # Copies of a prompt's experts alone: 95 to 97 % of PCIe's rate, up to 8192 tokens (docs/lab/prefill-h200.md).
@@ -48,7 +48,8 @@ class Reached:
     """Rates per second; None: unknown, and not counted (vram: no GPU is used). pcie_beside: while the CPU reads RAM.
     overlaps, gpu_overlaps: experts on the CPU and on the GPU take the longer of reading and multiplying, else the sum.
     launch_s: of a layer of a prompt on a GPU, by the host; pass_s: of a streamed pass, beside its layers. packed: see
-    `cpu_of`; packed_reads: the same for reading RAM."""
+    `cpu_of`; packed_reads: the same for reading RAM. reads_ahead: with read-ahead, or deferred experts, the CPU reads
+    during a whole decode step; else only behind the dense part of each layer."""
 
     ram: float | None
     cpu: float | None
@@ -66,6 +67,7 @@ class Reached:
     pass_s: float = 0.0
     packed: tuple[tuple[float, float], ...] = ()
     packed_reads: tuple[tuple[float, float], ...] = ()
+    reads_ahead: bool = True
 
     def cpu_of(self, weight_bytes: float) -> float | None:
         """The CPU's rate with weights of so many bytes each. packed: pairs of most bytes, rising, and a share."""
@@ -112,6 +114,7 @@ def attained(speeds: Speeds, plan: Plan) -> Reached:
         pass_s=PASS_S,
         packed=AMX_PACKED if plan.isa == "amx" else (),
         packed_reads=RAM_PACKED,
+        reads_ahead=False,  # 14 rates of decode: what it hides is as long as what handing over costs (docs/planning.md)
     )
 
 

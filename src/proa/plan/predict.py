@@ -124,7 +124,7 @@ def _decode_terms(plan: Plan, work: Work, rates: Reached, context_tokens: int, r
     if plan.gpu is None or rates.vram is None:
         return {RAM: ram_s + dense_bytes / _known(rates.ram)}
     resident_s = sum(n * layer.vram_bytes(requests) for layer, n in work.moe.items()) / rates.vram
-    ahead = plan.gpu.deferred > 0 or (plan.gpu.read_ahead and requests <= FORESEEN_ROWS)
+    ahead = rates.reads_ahead and (plan.gpu.deferred > 0 or (plan.gpu.read_ahead and requests <= FORESEEN_ROWS))
     return _overlapped(dense_bytes / rates.vram, resident_s, ram_s, read_ahead=ahead)
 
 
