@@ -123,7 +123,7 @@ def test_groups_cross_once_while_the_cpu_computes(device: str, rows: int, load: 
 @pytest.mark.parametrize("device", [*DEVICES, "host"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_decode_between_groups(family: str, device: str, load: Load) -> None:
-    """Decode steps use the CPU's block too: the job of a chunk is taken before, in every pause between groups."""
+    """Decode steps use the CPU's block too: the sum of a chunk that was handed over is taken before them."""
     executor = load(family, Split(0.25, prefill="auto", ring_bytes=FEW[family]), device, rows=48)
     texts, position, pages = prompts([100]), iter(range(1000)), CONTEXT // PAGE_TOKENS
     alone = passed(executor, StepBatch(spans(texts)))
