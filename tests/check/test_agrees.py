@@ -170,6 +170,7 @@ def test_a_path_that_reads_nothing_in_place_is_none(tmp_path: Path, monkeypatch:
     assert report.answer is Answer.NO
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("name", [*SCHEMES, *DECODED])
 @pytest.mark.parametrize(("gpu", "only"), [("none", "CPU, avx2"), (SIM, "GPU, prompts streamed and on CPU")])
 def test_every_format(name: str, gpu: str, only: str, tmp_path: Path, monkeypatch: Patch) -> None:

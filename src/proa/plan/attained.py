@@ -86,9 +86,8 @@ def packed_share(shares: tuple[tuple[float, float], ...], weight_bytes: float) -
 def limits(speeds: Speeds) -> Reached:
     """The full rates, without losses: predictions count their limits with these."""
     gpu, pcie = _part(speeds.gpu, 1), _part(speeds.pcie, 1)
-    return Reached(
-        _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1), pcie, *5 * (gpu,), pcie_beside=pcie
-    )
+    ram, cpu, vram = _part(speeds.ram, 1), _part(speeds.cpu, 1), _part(speeds.vram, 1)
+    return Reached(ram, cpu, vram, pcie, gpu, gpu, gpu, gpu, gpu, pcie_beside=pcie)
 
 
 def attained(speeds: Speeds, plan: Plan) -> Reached:

@@ -68,7 +68,8 @@ def _convolve(
     index, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
     row = (q_start + index).to(tl.int64)
     inside = (index < q_len) & (column < width)
-    # A column's taps are neighbours: read one by one, they would take most of the kernel's time.
+    # A column's taps are neighbours: read one by one, they would take most of the kernel's time (679 us instead of 283
+    # for 8192 rows of Qwen3-Next on an H200).
     each, of_tap = tl.arange(0, WIDE)[:, None], tl.arange(0, TAPS_PADDED)[None, :]
     taps = tl.load(conv + (channel + each) * TAPS + of_tap, (each < width) & (of_tap < TAPS), 0.0)
     total = tl.zeros([ROWS, WIDE], tl.float32)
@@ -327,9 +328,9 @@ def variants() -> Iterator[Variant]:
         both |= {"ROWS": CHUNK}
         constants = both | {"BLOCK": BLOCK, "SEQUENCES": FEW_SEQUENCES}
         wide: dict[str, object] = {"FEW": 32, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
-        wide |= {"TAPS_PADDED": 4}
-        wide |= {"WIDE": triton.next_power_of_2(max(key, value)), "ROWS": CONVOLVED, "SEQUENCES": FEW_SEQUENCES}
-        yield Variant(_convolve, taps, wide, 8, aligned=of_taps)
+        wide |= {"TAPS_PADDED": 4, "ROWS": CONVOLVED, "SEQUENCES": FEW_SEQUENCES}
+        wide |= {"WIDE": triton.next_power_of_2(max(key, value))}
+        yield Variant(_convolve, taps, wide, WARPS, aligned=of_taps)
         yield Variant(_prepare, first, constants, aligned=of_first, least=OLDEST)
         for kib in (LEAST_KIB, LARGE_KIB):
             shape = shape_for(OLDEST, kib << 10)
