@@ -33,6 +33,7 @@ def here(work: Callable[[], T]) -> T:
     return work()
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "deepseek-v3"])
 def test_the_loss_is_measured_and_changes_no_answer(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     report = checked(make_tiny(name, tmp_path), monkeypatch, gpu=SIM, only="experts in RAM", deferred_experts=1)
@@ -51,6 +52,7 @@ def test_the_loss_is_measured_and_changes_no_answer(name: str, tmp_path: Path, m
     assert told["lossy"][0]["kl_most_nats"] == loss.most_nats
 
 
+@pytest.mark.seldom
 def test_exact_paths_defer_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
     """Their differences are those without the option."""
     folder = make_tiny("qwen3-moe", tmp_path)

@@ -143,6 +143,7 @@ def test_the_plan_is_that_of_the_server_and_the_memory_what_it_takes(
     assert sum(node["weights_bytes"] for node in found["nodes"]) == found["memory"]["weights_bytes"]
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("scheme", ["fp8 block", "int4", "gptq", "nvfp4"])
 def test_memory_by_the_config_alone_is_what_the_server_takes(
     scheme: str, tmp_path: Path, plan: Planned, engine_forks: EngineForks | None

@@ -183,6 +183,7 @@ def loader() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.seldom
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("write", "dtype"),
