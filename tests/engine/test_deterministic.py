@@ -180,6 +180,7 @@ ARRIVALS = st.lists(
 )
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("case", CASES)
 def test_answers_do_not_depend_on_the_schedule(case: Case, tmp_path: Path) -> None:
     number = max(LEAST, examples(case.examples))
