@@ -18,7 +18,7 @@ from proa.native.weights import Experts
 from tiny import make_tiny
 from tiny_quantised import SCHEMES, make_quantised
 
-pytestmark = pytest.mark.seldom  # each is a check of its own, on every device
+pytestmark = pytest.mark.one_table  # a mutation and a device
 Patch = pytest.MonkeyPatch
 DEVICES = [
     pytest.param("none", FASTEST, id="cpu"),

@@ -15,6 +15,7 @@ from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, pa
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch
 from proa.hybrid.ring import groups_of
+from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import Division, divisions
 from proa.native.pool import Pool
 from teacher_forced import prompts
@@ -98,6 +99,16 @@ def test_each_expert_crosses_once(device: str, load: Load) -> None:
     assert executor.counters().jobs == before
 
 
+def halved(kept: Kept) -> tuple[Streaming, int]:
+    """Let passes copy half of each layer's experts in RAM, whatever the rates, and leave the others to the CPU. Returns
+    how many of a layer that is."""
+    streaming, in_ram = kept.hybrid.streaming, [len(layer.memory.in_ram) for layer in kept.hybrid.layers]
+    assert streaming is not None
+    half = Division(sum(in_ram) // (2 * len(in_ram)), 1.0, 1.0)
+    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
+    return streaming, half.streamed
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [192, 48, 10])
 def test_groups_cross_once_while_the_cpu_computes(device: str, rows: int, load: Load) -> None:
@@ -106,17 +117,14 @@ def test_groups_cross_once_while_the_cpu_computes(device: str, rows: int, load: 
     keep: list[Kept] = []
     executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=FEW["qwen3-moe"]), device, rows=rows, keep=keep)
     hybrid, tokens = keep[0].hybrid, 150
-    streaming = hybrid.streaming
-    assert streaming is not None
+    streaming, half = halved(keep[0])
     in_ram = [len(layer.memory.in_ram) for layer in hybrid.layers]
-    half = Division(sum(in_ram) // (2 * len(in_ram)), 1.0, 1.0)
-    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
     jobs = executor.counters().jobs
     passed(executor, StepBatch(spans(prompts([tokens]))))
     each = hybrid.layers[0].memory.shape
     bank = FEW["qwen3-moe"] // 2 // (each.up.matrix_bytes + each.down.matrix_bytes)
-    assert -(-half.streamed // bank) > 1, "the test needs several groups"
-    assert streaming.totals.streamed == half.streamed * len(in_ram)
+    assert -(-half // bank) > 1, "the test needs several groups"
+    assert streaming.totals.streamed == half * len(in_ram)
     assert executor.counters().jobs - jobs == -(-tokens // rows) * len(in_ram)
 
 
@@ -140,16 +148,13 @@ def test_decode_between_groups(family: str, device: str, load: Load) -> None:
 
 
 def test_the_cpu_computes_while_all_groups_pass(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pass in turns with nothing, the device takes the CPU's sum of a chunk behind the layer's last group: copies
-    would stop once both banks of the ring are full."""
+    """While no other step interrupts a pass, the device waits for the CPU's sum of a chunk only behind the layer's last
+    group: earlier, copies would stop once both banks of the ring are full."""
     keep, order = list[Kept](), list[str]()
     split = Split(0.25, prefill="auto", ring_bytes=FEW["qwen3-moe"])
     executor = load("qwen3-moe", split, "host", rows=192, keep=keep)
-    streaming, transport = keep[0].hybrid.streaming, keep[0].hybrid.transport
-    assert streaming is not None
+    (streaming, _), transport = halved(keep[0]), keep[0].hybrid.transport
     assert transport is not None
-    half = Division(len(keep[0].hybrid.layers[0].memory.in_ram) // 2, 1.0, 1.0)
-    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
     for of, name in ((transport, "push"), (transport, "pull"), (streaming, "leave")):
         monkeypatch.setattr(of, name, partial(_noted, order, name, getattr(of, name)))
     passed(executor, StepBatch(spans(prompts([150]))))
@@ -169,10 +174,7 @@ def test_a_pass_cancelled_while_the_cpu_computes(device: str, load: Load) -> Non
     """The sum that it had not taken is no later step's."""
     keep: list[Kept] = []
     executor = load("qwen3-moe", Split(0.25, prefill="auto", ring_bytes=FEW["qwen3-moe"]), device, rows=48, keep=keep)
-    streaming = keep[0].hybrid.streaming
-    assert streaming is not None
-    half = Division(len(keep[0].hybrid.layers[0].memory.in_ram) // 2, 1.0, 1.0)
-    streaming._divided = lambda tokens, chunks, share: [half] * len(streaming._streamed)
+    halved(keep[0])
     texts = prompts([120])
     want = passed(executor, StepBatch(spans(texts)))
     for units in range(1, 8):

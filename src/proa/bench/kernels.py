@@ -153,10 +153,10 @@ class KernelBench:
             )
         touched = float(np.mean(batch.touched[np.arange(3, 3 + len(times)) % len(batch.touched)]))
         us_p10, us, us_p90 = (1e6 * np.percentile(times, (10, 50, 90))).tolist()
-        nbytes = touched * expert_bytes(of, shape)
+        each_bytes = expert_bytes(of, shape)
+        nbytes, weight_bytes = touched * each_bytes, each_bytes / shape.expert_parameters
         flops = 2.0 * tokens * shape.top_k * shape.expert_parameters
         bound, roof_us = roof(nbytes, flops, before, after)
-        weight_bytes = expert_bytes(of, shape) / shape.expert_parameters
         return Cell(
             format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=us_p10, us_p90=us_p90,
             predicted_us=predicted_us(nbytes, flops, before, after, self.pool.isa, weight_bytes),

@@ -216,19 +216,20 @@ def _experts_time(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunk
     all_s = _seconds(tokens * layer.top_k * layer.expert_flops, rates.gpu_experts)
     if not layer.in_ram:
         return PassLayer(0.0, experts_s=all_s)
-    division = _division(plan, layer, rates, tokens, chunks, all_s)
+    whole = gpu.prefill == "stream" or plan.deterministic
+    division = _division(layer, rates, tokens, chunks, all_s, whole=whole)
     groups = ring_groups(division.streamed, layer.expert_bytes, bank_bytes(gpu.ring_bytes))
     gpu_s = all_s * (1 - (layer.in_ram - division.streamed) / layer.experts)
     return PassLayer(0.0, division.copies_s, groups, gpu_s, division.cpu_s)
 
 
-def _division(plan: Plan, layer: MoeWork, rates: Reached, tokens: int, chunks: int, all_s: float) -> Division:
+def _division(
+    layer: MoeWork, rates: Reached, tokens: int, chunks: int, all_s: float, *, whole: bool
+) -> Division:  # fmt: skip
     """The division of a layer's experts in RAM. Copies take their part of RAM's bandwidth from the CPU. all_s: of all
-    experts on the GPU."""
-    gpu, nbytes, copied_per_s, alone_per_s = plan.gpu, layer.expert_bytes, rates.pcie_beside, rates.pcie
-    if gpu is None or copied_per_s is None or alone_per_s is None:
-        raise ValueError("only prompts of a plan with a GPU are streamed")
-    if gpu.prefill == "stream" or plan.deterministic:
+    experts on the GPU. whole: all are copied."""
+    nbytes, copied_per_s, alone_per_s = layer.expert_bytes, _known(rates.pcie_beside), _known(rates.pcie)
+    if whole:
         return Division(layer.in_ram, layer.in_ram * nbytes / alone_per_s, 0.0)
     pair_s = _seconds(layer.expert_flops, rates.cpu_of(layer.weight_bytes))
     # Where reading and multiplying overlap, an expert costs the longer of both.
@@ -333,9 +334,9 @@ def _seconds(amount: float, per_s: float | None) -> float:
 
 
 def _known(per_s: float | None) -> float:
-    """Raises ValueError for an unknown rate; bandwidths of memory are always known."""
+    """Raises ValueError for an unknown rate: that of a memory is always known, that of PCIe for streamed prompts."""
     if per_s is None:
-        raise ValueError("the bandwidth of a memory is unknown")
+        raise ValueError("the bandwidth of a memory or of PCIe is unknown")
     return per_s
 
 

@@ -93,7 +93,7 @@ def work_of(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Work:
 
 
 def _block_flops(block: Block) -> int:
-    """Of one row, without routed experts."""
+    """Operations of one row in the matrices of the block, routed experts left out."""
     return 2 * sum(prod(shape) for _, shape in block.params(routed=False) if len(shape) == 2)
 
 

@@ -170,18 +170,22 @@ class StepLimits:
         """Most chunks of a step in parts."""
         if self.cells is not None and not self.pass_rows:
             return 1
-        return -(-self.rows_in_parts // min(self.chunk_rows, DECODING_TOKENS))
+        return -(-self.rows_in_parts // self.short_rows)
 
     @property
     def chunk_rows(self) -> int:
         """Most rows of a chunk of a step in parts."""
         return self.rows if self.cells is None else self.cells.tokens
 
+    @property
+    def short_rows(self) -> int:
+        """Most rows of a chunk while others decode, or with more than FAR_TOKENS positions."""
+        return min(self.chunk_rows, DECODING_TOKENS)
+
     def cut(self, spans: Sequence[Span], *, decoding: bool) -> list[list[Span]]:
         """The chunks of a step in parts with these spans. decoding: others decode when it begins."""
         far = any(span.start + len(span.tokens) > FAR_TOKENS for span in spans)
-        most_rows = min(self.chunk_rows, DECODING_TOKENS) if decoding or far else self.chunk_rows
-        return chunks_of(spans, most_rows, self.cells)
+        return chunks_of(spans, self.short_rows if decoding or far else self.chunk_rows, self.cells)
 
     def decode_sizes(self, *, deterministic: bool) -> tuple[int, ...]:
         """Numbers of sequences that a decode step is padded to."""
