@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, Loaded, load_decoder
-from proa.engine.building.threads import choose_threads
+from proa.engine.building.threads import STEPS, choose_threads
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.runner import Runner, StepOutput
@@ -27,6 +27,18 @@ class TimedRunner(Runner):
         threads = executor.decode_threads if plan.num_tokens == 1 else executor.prefill_threads
         time.sleep(self.seconds[plan.num_tokens, threads])
         return StepOutput()
+
+
+class BusyLater(TimedRunner):
+    """Another program slows steps down once each of three thread counts had a round of decode steps."""
+
+    steps = 0
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        self.steps += 1
+        if 3 * (1 + STEPS) < self.steps <= 4 * (1 + STEPS):
+            time.sleep(0.1)
+        return super().run(plan)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +66,15 @@ def test_the_fastest_wins_for_decode_and_prefill_each(
     runner.seconds = {(1, 1): one, (1, 2): two, (1, 4): four, **slow_prefill}
     choose_threads(executor, runner, 4, 64, 16)
     assert (executor.decode_threads, executor.prefill_threads) == (best, 2)
+
+
+@pytest.mark.alone
+def test_a_number_that_was_dropped_is_not_compared_with_a_busier_round(model: Loaded) -> None:
+    executor = eager(model)
+    runner = BusyLater(executor)
+    runner.seconds = {(tokens, threads): 0.005 if threads == 2 else 0.02 for tokens in (1, 64) for threads in (1, 2, 4)}
+    choose_threads(executor, runner, 4, 64, 16)
+    assert (executor.decode_threads, executor.prefill_threads) == (2, 2)
 
 
 def test_a_real_runner_can_be_timed(model: Loaded) -> None:

@@ -45,7 +45,8 @@ def _fastest(executor: EagerExecutor, runner: Runner, plan: StepPlan, most: int)
                 runner.run(plan)
                 if step:  # the first step is not timed: it starts threads and touches memory for the first time
                     seconds[threads].append(time.perf_counter() - begin)
-        medians = {threads: median(times) for threads, times in seconds.items()}
+        # Only the numbers that are still tried: those dropped were perhaps timed while the machine was less busy.
+        medians = {threads: median(seconds[threads]) for threads in candidates}
         candidates = [threads for threads in candidates if medians[threads] <= HOPELESS * min(medians.values())]
     return next(threads for threads in candidates if medians[threads] <= GAIN * min(medians.values()))
 
