@@ -47,6 +47,9 @@ class SimTiers:
         assert all(map(self.has, keys))
         return self._random.random() >= self._refuse
 
+    def keep_up(self) -> None:
+        pass
+
     def store(self, job: Store) -> None:
         parts = [entry for entry in job.entries if isinstance(entry, StatePart)]
         runs = [entry for entry in job.entries if isinstance(entry, Run)]

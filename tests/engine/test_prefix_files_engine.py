@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from engines import finish_all, request
 from prefix_engines import NATIVE, PROMPT, RUN_TOKENS, ask, start, stop, wait_until_stored
-from proa.cache import keys
+from proa.cache import files, keys
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.errors import UsageError
@@ -42,6 +43,23 @@ CASES = [
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "RUN_TOKENS", RUN_TOKENS)
+
+
+def test_an_idle_engine_finds_what_another_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listed the folder only behind what it stored itself, so its first request after a pause was computed."""
+    monkeypatch.setattr(files, "LOOK_AGAIN_S", 0.0)
+    model, folder = make_tiny("qwen3-moe", tmp_path / "model"), tmp_path / "cache"
+    one, other = (start(model, folder, **NATIVE) for _ in range(2))
+    ask(one, "a")
+    wait_until_stored(one)
+    end = time.monotonic() + 20
+    while not other.stats().prefix_files.stored_bytes:
+        assert time.monotonic() < end
+        other.keep_up()  # as the loop of a process does now and then while it has no work
+        time.sleep(0.001)
+    assert ask(other, "a").cached_tokens >= 320
+    for engine in (one, other):
+        stop(engine)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

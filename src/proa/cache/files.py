@@ -6,7 +6,7 @@ power failure a file may have any contents, which its checksums show. Several en
 appear or vanish at any time, and each engine keeps the whole folder, files of other models included, within its own
 limit of bytes. Files contain what users wrote, so only their owner may read them (mode 0600).
 
-`has` and `touch` never block; all other methods read or write files.
+`has`, `touch` and `is_behind` never block; all other methods read or write files.
 """
 
 from __future__ import annotations
@@ -97,12 +97,16 @@ class FileStore:
         with self._lock:
             self._touched.add(self._name(key))
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the folder has not been listed for LOOK_AGAIN_S: time for `keep_up`."""
+        return time.monotonic() - self._listed_s > LOOK_AGAIN_S
+
     def keep_up(self) -> None:
-        """Apply touches, and list the folder again if that was not done for LOOK_AGAIN_S. Call it now and then."""
+        """Apply touches, and list the folder again, to find what other engines have written and deleted."""
         self._apply_touches()
-        if time.monotonic() - self._listed_s > LOOK_AGAIN_S:
-            with suppress(OSError):  # the folder has vanished: its files fail to open, one by one
-                self._list()
+        with suppress(OSError):  # the folder has vanished: its files fail to open, one by one
+            self._list()
 
     def write(self, key: bytes, payload: memoryview) -> bool:
         """Write a run, and delete the least recently used files beyond the limit. Returns False if it was not written:
@@ -155,6 +159,7 @@ class FileStore:
 
     def _list(self) -> None:
         found, now_s = {}, time.time()
+        self._listed_s = time.monotonic()
         for entry, stat in _entries(self._folder):
             if _RUN_NAME.fullmatch(entry):
                 found[entry] = _Held(stat.st_size, stat.st_mtime)
@@ -162,7 +167,7 @@ class FileStore:
                 with suppress(OSError):
                     os.unlink(self._folder / entry)
         with self._lock:
-            self._files, self._listed_s = found, time.monotonic()
+            self._files = found
             self.stored_bytes = sum(file.nbytes for file in found.values())
             self.foreign_files = sum(map(self._is_foreign, found))
 
@@ -240,7 +245,7 @@ class FileStore:
             self._warns_of_bad = False
             log.warning(
                 "The prefix cache file %s %s. Its tokens are computed again; further such files are only counted "
-                "(proa_prefix_file_bad_files).",
+                "(proa_prefix_file_bad_files_total).",
                 self._folder / name, why,
             )  # fmt: skip
 

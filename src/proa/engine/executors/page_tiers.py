@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -80,8 +80,8 @@ class _Restored:
 
 
 class PageTiers:
-    """The tiers of scheduling/tiers.py: RAM first, then files. `store`, `restore` and `learn` are called from one
-    thread."""
+    """The tiers of scheduling/tiers.py: RAM first, then files. `keep_up`, `store`, `restore` and `learn` are called from
+    one thread."""
 
     def __init__(
         self, root: bytes, run_pages: int, new_copies: Callable[[], EntryCopies], cpus: Collection[int],
@@ -97,6 +97,8 @@ class PageTiers:
         self._kept: list[EntryCopies] = []  # of all threads: a forked process drops what only a threading.local holds
         self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
+        self._keeping_up: Future[None] = Future()
+        self._keeping_up.set_result(None)
         self._lock = threading.Lock()
         self._rates = RestoreRates()
         self._restored: dict[Tier, _Restored] = {"ram": _Restored(), "files": _Restored()}
@@ -123,6 +125,10 @@ class PageTiers:
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step with this many tokens of prompts."""
         self._rates.learn(num_tokens, seconds)
+
+    def keep_up(self) -> None:
+        if self._files is not None and self._files.is_behind and self._keeping_up.done():
+            self._keeping_up = self._writer.submit(self._files.keep_up)
 
     def store(self, job: Store) -> None:
         self._writer.submit(self._store, job)
@@ -202,8 +208,6 @@ class PageTiers:
                     self._store_in_ram(self._ram, entry)
                 if self._files is not None:
                     self._store_in_file(self._files, entry)
-            if self._files is not None:
-                self._files.keep_up()
         except Exception:
             log.exception("A part of the prefix cache could not be stored; its tokens will be computed again.")
         finally:

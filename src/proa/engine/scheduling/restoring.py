@@ -40,8 +40,8 @@ class Behind(Protocol):
         """Whether copies are under way or due, so that `collect` has something to do soon."""
 
     def collect(self) -> None:
-        """Take the results of finished copies and begin due ones. Called before each step, and regularly while no
-        request runs."""
+        """Take the results of finished copies, begin due ones and let the tiers keep up. Called before each step, and
+        regularly while no request runs."""
 
     def holds(self, request: Request) -> bool:
         """Whether a waiting request may not be admitted yet, because pages for it are being restored."""
@@ -185,6 +185,7 @@ class BehindTree:
         while self._backlog and len(self._storing) < STORED_AT_ONCE:
             key = next(iter(self._backlog))
             self._store(key, self._backlog.pop(key))
+        self._tiers.keep_up()
 
     def holds(self, request: Request) -> bool:
         return any(request.id in one.waiting for one in self._restoring)

@@ -82,6 +82,10 @@ class Tiers(Protocol):
     def worthwhile(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Whether restoring these entries is predicted to be quicker than computing num_tokens tokens."""
 
+    def keep_up(self) -> None:
+        """Begin to find out, now and then, which entries other engines have stored. Called before each step, and
+        regularly while no request runs."""
+
     def store(self, job: Store) -> None: ...
 
     def restore(self, job: Restore) -> None: ...
