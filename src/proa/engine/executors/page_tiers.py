@@ -80,8 +80,8 @@ class _Restored:
 
 
 class PageTiers:
-    """The tiers of scheduling/tiers.py: RAM first, then files. `keep_up`, `store`, `restore` and `learn` are called from
-    one thread."""
+    """The tiers of scheduling/tiers.py: RAM first, then files. One thread calls `keep_up`, `store`, `restore` and
+    `learn`."""
 
     def __init__(
         self, root: bytes, run_pages: int, new_copies: Callable[[], EntryCopies], cpus: Collection[int],
