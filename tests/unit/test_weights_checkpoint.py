@@ -111,6 +111,11 @@ def edit_header(file: Path, **changes: Any) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
 
+def spoil_header(file: Path) -> None:
+    raw = file.read_bytes()
+    file.write_bytes(raw[:20] + b"\xff" + raw[21:])
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\n"
 
 
@@ -142,6 +147,18 @@ BROKEN: list[tuple[str, Any, type[ModelError], str]] = [
         lambda f: shards(f)[0].write_bytes((16).to_bytes(8, "little") + b"x" * 32),
         WeightsError,
         "header is not a JSON object",
+    ),
+    (
+        "header not UTF-8",  # the whole header, megabytes of a large model, was in the message
+        lambda f: spoil_header(shards(f)[0]),
+        WeightsError,
+        r"header is not a JSON object .{,160}\. The file is damaged",
+    ),
+    (
+        "index not UTF-8",
+        lambda f: (f / "model.safetensors.index.json").write_bytes(b'{"weight_map": "\xff' + b"x" * 4096 + b'"}'),
+        WeightsError,
+        r"index.json: cannot be read .{,160}\. The file is damaged",
     ),
     (
         "shape and bytes differ",

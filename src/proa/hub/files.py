@@ -184,6 +184,7 @@ def shard_names(index: bytes, name: str) -> list[str]:
         return sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
-            f"{name} is not a valid index ({error!r}): the repository or the download is damaged.",
+            f"{name} is not a valid index ({type(error).__name__}: {error}). The repository or the download is "
+            "damaged.",
             "Use another revision, or delete the file and download it again.",
         ) from error

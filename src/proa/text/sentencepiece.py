@@ -104,7 +104,7 @@ def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
         types = [int(piece.get(3, NORMAL)) for piece in pieces]
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise TokenizerError(
-            f"{path} cannot be read as a sentencepiece model: {error!r}.",
+            f"{path} cannot be read as a sentencepiece model ({type(error).__name__}: {error}).",
             "Download it again, or give a folder with a tokenizer.json with --tokenizer PATH.",
         ) from error
     # trainer 3: model type (1 unigram), 24: words end with their space; normalizer 2: compiled normalisation, 5: spaces

@@ -134,7 +134,9 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         entries = list(header.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{file}: the safetensors header is not a JSON object ({error!r}).", FETCH_AGAIN) from error
+        raise WeightsError(
+            f"{file}: the safetensors header is not a JSON object ({type(error).__name__}: {error}).", FETCH_AGAIN
+        ) from error
     found = {name: _safetensor(file, name, 8 + length, entry) for name, entry in entries}
     _refuse_gaps(file, found, 8 + length, size)
     return found
@@ -197,7 +199,7 @@ def listed_files(index_file: Path) -> dict[str, str]:
         listed = json.loads(index_file.read_bytes())["weight_map"].items()
         return {str(tensor): Path(name).name for tensor, name in listed}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WeightsError(f"{index_file}: cannot be read ({error!r}).", FETCH_AGAIN) from error
+        raise WeightsError(f"{index_file}: cannot be read ({type(error).__name__}: {error}).", FETCH_AGAIN) from error
 
 
 def shard_files(index_file: Path) -> list[Path]:
