@@ -9,7 +9,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.machine.cost.turns import GapLimit
-from proa.plan import split
+from proa.plan import ring
 from unit.vram_cases import QWEN3_30B, gpu, machine, plan, row
 
 
@@ -70,7 +70,7 @@ def test_only_prompts_that_run_beside_decode_have_vram_for_it(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ring_bytes(beside_bytes: int) -> int:
-        monkeypatch.setattr(split, "beside_bytes", lambda *args: beside_bytes)
+        monkeypatch.setattr(ring, "beside_bytes", lambda *args: beside_bytes)
         made = plan(QWEN3_30B, machine(180, gpu(24)), deterministic=deterministic)
         assert made.gpu is not None
         assert made.gpu.ring_bytes > 0

@@ -100,14 +100,16 @@ def test_rows_for_gpu_options_without_a_gpu() -> None:
 
 
 def test_no_spare_slots_beside_asked_experts() -> None:
-    """Spare slots never take the place of requested experts."""
-    most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))
-    got = plan(QWEN3_30B, machine(124, gpu(24)), context=1024, gpu_experts=str(most - 2), expert_placement="dynamic")
-    assert counts(got) == [most - 2] * 48
+    """Spare slots never take the place of requested experts, nor of the context that was asked for."""
     tight = machine(124, gpu(24))
+    asked = {"context": 1024, "max_running": 1, "prefill": "cpu"}
+    most = max(counts(plan(QWEN3_30B, tight, expert_placement="uniform", **asked)))
+    dynamic = {"gpu_experts": str(most - 2), "expert_placement": "dynamic", **asked}
+    got = plan(QWEN3_30B, tight, **dynamic)
+    assert counts(got) == [most - 2] * 48
     left = got.gpu.vram.usable_bytes - got.gpu.vram.used_bytes if got.gpu else 0
     vram = tight.gpus[0].free_bytes - (256 << 20) - left - (1 << 20)
-    got = plan(QWEN3_30B, tight, context=1024, gpu_experts=str(most - 2), expert_placement="dynamic", vram=vram)
+    got = plan(QWEN3_30B, tight, vram=vram, **dynamic)
     assert counts(got) == [most - 2] * 48
     assert row(got, "expert placement")[1:] == ("uniform", "no room for the 144 MiB of VRAM that moving experts need")
 

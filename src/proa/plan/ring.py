@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from proa.config.options import EngineOptions
 from proa.machine.cost.turns import DECODING_TOKENS
+from proa.machine.machine import Gpu
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.ops import sizes
 from proa.ops.sizes import RING_BANKS
 from proa.plan.cells import Cells
 from proa.plan.deterministic import cells_beside_cpu
+from proa.plan.fit import Case
 from proa.plan.placement import MoeLayer
+from proa.plan.vram import beside_bytes, block_graphs_bytes
 from proa.types import Decision
 
 LEAST_EXPERTS = 4  # in a bank, below which a ring is not worth its VRAM
@@ -22,13 +25,15 @@ MOST_SHARE = 0.1  # of the usable VRAM, for the ring; it would hold resident exp
 MOST_OF_EXPERTS = 0.25  # and of the VRAM that is left for experts
 ROWS_SHARE = 0.02  # of the usable VRAM, for the rows of a long prompt
 ROWS_SHARE_IN_GROUPS = 0.05  # where experts pass in groups: each pass copies all of them, and its rows wait for that
+GRAPHS_SHARE = 1 / 32  # of the VRAM for experts, at most, for graphs of short prompts
 PASS_TOKENS = 1 << 16  # most tokens that pass through the layers together
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step.
-    cells: of prompts with --deterministic. block_graphs: see GpuPlan."""
+    """nbytes: of the ring; 0: prompts are not streamed. rows_bytes: for the rows of passes, beyond those of a step, and
+    for what computes them beside decode steps and by graphs. cells: of prompts with --deterministic. block_graphs: see
+    GpuPlan."""
 
     nbytes: int = 0
     pass_tokens: int = 0
@@ -42,36 +47,96 @@ class RingPlan:
         return self.nbytes + self.rows_bytes
 
 
+@dataclass(frozen=True)
+class RingRoom:
+    """VRAM for the ring. budget_bytes: all usable VRAM; left_bytes: of it, for experts and the ring; claimed_bytes: of
+    these, for experts that were asked for or that RAM cannot hold, with their spare slots. shared: more experts are
+    wanted in VRAM, so that the ring is worth only a part."""
+
+    budget_bytes: int
+    left_bytes: int
+    claimed_bytes: int
+    shared: bool
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the ring and the rows together."""
+        return max(0, self.left_bytes - self.claimed_bytes)
+
+    @property
+    def most_ring_bytes(self) -> int:
+        share = MOST_SHARE * self.budget_bytes
+        return int(min(share, MOST_OF_EXPERTS * max(0, self.left_bytes)) if self.shared else share)
+
+
+def wished_bytes(options: EngineOptions, layers: Sequence[MoeLayer], budget_bytes: int) -> int:
+    """VRAM of a ring and of the rows of prompts where both have all the room they want; 0: prompts are not streamed."""
+    if not layers or _why_not(options):
+        return 0
+    whole_bytes, most_bytes = _whole_ring_bytes(layers), int(MOST_SHARE * budget_bytes)
+    share = ROWS_SHARE if whole_bytes <= most_bytes else ROWS_SHARE_IN_GROUPS
+    return min(whole_bytes, most_bytes) + int(share * budget_bytes)
+
+
 def plan_ring(
-    spec: Model, layers: Sequence[MoeLayer], options: EngineOptions, budget_bytes: int, left_bytes: int,
-    batch_tokens: int, context_tokens: int,
-) -> RingPlan:  # fmt: skip
-    """Plan the ring of a model some of whose experts stay in RAM. budget_bytes: usable VRAM; left_bytes: of it, for
-    experts and the ring; batch_tokens: rows that are computed at once."""
-    mode = options.gpus.prefill
-    if mode == "cpu":
-        return RingPlan(why="as asked")
-    if options.scheduler.max_itl == "none":
-        return RingPlan(why="--max-itl none: prompts share steps with decode")
-    largest, expert_bytes = max(of.total_bytes for of in layers), max(of.expert_bytes for of in layers)
-    room_bytes = int(min(MOST_SHARE * budget_bytes, MOST_OF_EXPERTS * max(0, left_bytes)))
-    nbytes = min(RING_BANKS * sizes.aligned(largest), room_bytes)
+    case: Case, gpu: Gpu, layers: Sequence[MoeLayer], room: RingRoom, batch_tokens: int, context_tokens: int
+) -> RingPlan:
+    """Plan the ring of a model some of whose experts stay in RAM. batch_tokens: rows that are computed at once."""
+    spec, options = case.spec, case.options
+    if not layers:
+        return RingPlan()
+    if why_not := _why_not(options):
+        return RingPlan(why=why_not)
+    cells = cells_beside_cpu(spec, layers, options, batch_tokens)
+    alone = gpu.simulated or cells is not None  # see Plan.prompts_may_run_beside
+    beside = 0 if alone else beside_bytes(spec, case.stored, batch_tokens)
+    graphs = 0 if alone else block_graphs_bytes(spec, batch_tokens)
+    least, grain = (batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)
+
+    def rows(tokens: int, groups: int) -> int:
+        return pass_bytes(spec, options, tokens, least, groups) + _tables_bytes(layers, groups)
+
+    expert_bytes = max(of.expert_bytes for of in layers)
+    most_groups = -(-max(of.experts for of in layers) // LEAST_EXPERTS)
+    most_tokens = max(least, _whole(min(PASS_TOKENS, context_tokens), grain))
+    free_bytes = room.most_bytes - beside
+    # A small ring costs little speed, but each pass copies all experts: so rows come first in half of what is free.
+    first = min(rows(most_tokens, most_groups), free_bytes // 2, int(ROWS_SHARE_IN_GROUPS * room.budget_bytes))
+    first = max(first, rows(least, most_groups))
+    room_bytes = min(room.most_ring_bytes, free_bytes - first)
+    nbytes = min(_whole_ring_bytes(layers), room_bytes)
     if nbytes < RING_BANKS * LEAST_EXPERTS * expert_bytes:
-        return RingPlan(why=f"a ring of {format_bytes(room_bytes)}, as VRAM allows, would hold too few experts")
+        size = format_bytes(max(0, room_bytes))
+        return RingPlan(why=f"a ring of {size}, as VRAM allows, would hold too few experts")
     bank_bytes = sizes.bank_bytes(nbytes)
     groups = max(sizes.ring_groups(layer.experts, layer.expert_bytes, bank_bytes) for layer in layers)
     share = ROWS_SHARE if groups == 1 else ROWS_SHARE_IN_GROUPS
-    cells = cells_beside_cpu(spec, layers, options, batch_tokens)
-    least, grain = (batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)
-    tokens = max(least, _whole(min(PASS_TOKENS, context_tokens), grain))
-    while tokens > least and pass_bytes(spec, options, tokens, least, groups) > share * budget_bytes:
+    most_rows = min(share * room.budget_bytes, free_bytes - nbytes)
+    tokens = most_tokens
+    while tokens > least and rows(tokens, groups) > most_rows:
         tokens = max(least, _whole(tokens // 2, grain))
     why = "a layer's experts are copied to the GPU while it computes the layer before"
     if groups > 1:
         of = f"{groups} groups of up to {bank_bytes // expert_bytes}"
         why = f"a layer's experts are copied to the GPU in {of}, each while it computes the one before"
-    rows_bytes = pass_bytes(spec, options, tokens, least, groups)
-    return RingPlan(nbytes, tokens, rows_bytes + _tables_bytes(layers, groups), why, cells)
+    rows_bytes = rows(tokens, groups) + beside
+    most_graphs = min(GRAPHS_SHARE * room.left_bytes, room.most_bytes - nbytes - rows_bytes)
+    by_graphs = 0 < graphs <= most_graphs
+    return RingPlan(nbytes, tokens, rows_bytes + by_graphs * graphs, why, cells, by_graphs)
+
+
+def _why_not(options: EngineOptions) -> str:
+    """Why options leave prompts to the CPU; empty: they do not."""
+    if options.gpus.prefill == "cpu":
+        return "as asked"
+    if options.scheduler.max_itl == "none":
+        return "--max-itl none: prompts share steps with decode"
+    return ""
+
+
+def _whole_ring_bytes(layers: Sequence[MoeLayer]) -> int:
+    """Bytes of a ring each of whose banks holds all experts of a layer."""
+    return RING_BANKS * sizes.aligned(max(of.total_bytes for of in layers))
 
 
 def ring_row(asked: str, got: RingPlan) -> Decision:

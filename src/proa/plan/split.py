@@ -33,11 +33,9 @@ from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, Owners, VramBudget, held_by
 from proa.plan.prefix_ram import copies_bytes
-from proa.plan.ring import RingPlan, plan_ring, ring_row
+from proa.plan.ring import MOST_OF_EXPERTS, RingPlan, RingRoom, plan_ring, ring_row, wished_bytes
 from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
-    beside_bytes,
-    block_graphs_bytes,
     context_bytes,
     dense_read_bytes,
     graphs_bytes,
@@ -58,7 +56,6 @@ _RANK = 0  # one GPU is planned
 # Share of the VRAM beside dense weights that context and KV leave to experts, unless --context asks for more.
 EXPERTS_SHARE, MOVING_EXPERTS_SHARE = 1 / 2, 1 / 4  # where idle pages hold experts
 
-GRAPHS_SHARE = 1 / 32  # of the VRAM for experts, at most, for graphs of short prompts
 STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
 
@@ -160,9 +157,11 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     least_bytes = _least_bytes(layers, wish, room)
     vram = with_copies(_in_vram(case, gpu, batch_tokens, budget_bytes), least_bytes)
     need = vram.need
-    fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes))
+    spare = _spare_bytes(layers, wish, asked.expert_placement)
+    fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes, spare))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
-    ring = _ring(case, layers, gpu, budget_bytes, left_bytes, batch_tokens, fitted.context_tokens)
+    ring_room = RingRoom(budget_bytes, left_bytes, least_bytes + spare, shared=not wish.must)
+    ring = plan_ring(case, gpu, layers, ring_room, batch_tokens, fitted.context_tokens)
     placed, ring, ring_rows = _place_with_ring(case, layers, left_bytes, wish, room, ring)
     beside = 0 if placed.in_ram_bytes else left_bytes - placed.experts_bytes
     need, graphs = _with_prompt_graphs(case, gpu, need, batch_tokens, beside)
@@ -303,22 +302,6 @@ def _place(
     return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for spare slots")
 
 
-def _ring(
-    case: Case, layers: tuple[MoeLayer, ...], gpu: Gpu, budget_bytes: int, left_bytes: int, batch_tokens: int,
-    context_tokens: int,
-) -> RingPlan:  # fmt: skip
-    """The ring for prompts, with what a real GPU needs to compute them beside decode steps, and by graphs."""
-    if not layers:
-        return RingPlan()
-    ring = plan_ring(case.spec, layers, case.options, budget_bytes, left_bytes, batch_tokens, context_tokens)
-    if gpu.simulated or not ring.nbytes or ring.cells is not None:  # see Plan.prompts_may_run_beside
-        return ring
-    graphs_bytes = block_graphs_bytes(case.spec, batch_tokens)
-    graphs = 0 < graphs_bytes <= GRAPHS_SHARE * left_bytes
-    rows_bytes = beside_bytes(case.spec, case.stored, batch_tokens) + graphs * graphs_bytes
-    return replace(ring, rows_bytes=ring.rows_bytes + rows_bytes, block_graphs=graphs)
-
-
 def _place_with_ring(
     case: Case, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, ring: RingPlan
 ) -> tuple[_Placed, RingPlan, tuple[Decision, ...]]:
@@ -393,14 +376,24 @@ def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
     return least_bytes
 
 
-def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int) -> int:
+def _spare_bytes(layers: tuple[MoeLayer, ...], wish: Wish, placement: str) -> int:
+    """Bytes of spare slots for experts that were asked for, if these may move."""
+    counts = wish.least(layers)
+    if placement in STAYING or not any(0 < count < layer.experts for layer, count in zip(layers, counts, strict=True)):
+        return 0
+    return spare_bytes(layers, spare_slots(max(layer.expert_bytes for layer in layers), sum(counts)))
+
+
+def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int, spare: int) -> int:
     """VRAM that context and KV leave to experts, unless --context asks for more: a share of what dense weights leave,
-    less if all wanted experts need less, and at least `least_bytes`.
-    """
-    wanted_bytes = _bytes_of(layers, wish.counts(layers))
+    less if all wanted experts need less, and at least `least_bytes`; if experts stay in RAM, also to the ring for
+    prompts and `spare` bytes for moves, which have at most MOST_OF_EXPERTS of what `least_bytes` leave."""
     share = MOVING_EXPERTS_SHARE if case.options.gpus.vram_moves == "on" else EXPERTS_SHARE
-    left_bytes = int((case.usable_bytes - case.need.total_bytes(0, 0)) * share)
-    return max(min(wanted_bytes, left_bytes), least_bytes)
+    left_bytes = case.usable_bytes - case.need.total_bytes(0, 0)
+    wanted_bytes = min(_bytes_of(layers, wish.counts(layers)), int(left_bytes * share))
+    others = wished_bytes(case.options, layers, case.usable_bytes) + spare
+    others = min(others, int(MOST_OF_EXPERTS * max(0, left_bytes - least_bytes)))
+    return max(wanted_bytes, min(sum(layer.total_bytes for layer in layers), least_bytes + others))
 
 
 def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
