@@ -155,6 +155,23 @@ def test_the_least_recently_used_file_is_deleted_first(tmp_path: Path) -> None:
     assert store.evicted_files == 1
 
 
+def test_a_use_counts_from_when_it_was_noted(tmp_path: Path) -> None:
+    """Not from when it is applied, which made a file newer than those written in between."""
+    store = FileStore(tmp_path, ROOT, LIMIT)
+    for number in range(6):
+        write(store, number)
+        store.touch(key_of(number))
+        time.sleep(0.01)  # more than a tick of the file system's clock
+        if number == 2:
+            for early in (0, 1):
+                store.touch(key_of(early))
+                time.sleep(0.01)
+    store.keep_up()
+    for number, kept in ((6, [0, 1, 3, 4, 5, 6]), (7, [1, 3, 4, 5, 6, 7]), (8, [3, 4, 5, 6, 7, 8])):
+        write(store, number)
+        assert [number for number in range(9) if store.has(key_of(number))] == kept
+
+
 def test_a_use_that_was_only_noted_counts_for_eviction(tmp_path: Path) -> None:
     """A prefix that many prompts take from VRAM was noted as used, and its files were deleted all the same."""
     store = FileStore(tmp_path, ROOT, LIMIT)

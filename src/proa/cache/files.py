@@ -65,7 +65,7 @@ class FileStore:
         self._prefix = hashlib.blake2b(root, digest_size=6).hexdigest() + "-"
         self._lock = threading.Lock()
         self._files: dict[str, _Held] = {}  # name -> file, of all roots
-        self._touched: set[str] = set()
+        self._touched: dict[str, float] = {}  # name -> time of use
         self._paused_until_s = self._listed_s = 0.0
         self._warns_of_bad = self._warns_of_failed = True  # each warning is logged once
         self.stored_bytes = self.foreign_files = 0
@@ -93,9 +93,9 @@ class FileStore:
         return self._name(key) in self._files
 
     def touch(self, key: bytes) -> None:
-        """Note that the run was used; `keep_up`, or the next eviction, makes it the most recently used."""
+        """Note that the run was used now; `keep_up`, or the next eviction, writes that to its file."""
         with self._lock:
-            self._touched.add(self._name(key))
+            self._touched[self._name(key)] = time.time()
 
     @property
     def is_behind(self) -> bool:
@@ -147,7 +147,7 @@ class FileStore:
             self._ignore(name, f"cannot be read: {error.strerror}")
             return False
         if why is None:
-            self._use(name)
+            self._use(name, time.time())
             return True
         with suppress(OSError):
             os.unlink(self._folder / name)
@@ -173,16 +173,17 @@ class FileStore:
 
     def _apply_touches(self) -> None:
         with self._lock:
-            touched, self._touched = self._touched, set()
-        for name in touched:
-            self._use(name)
+            touched, self._touched = self._touched, {}
+        for name, used_s in touched.items():
+            self._use(name, used_s)
 
-    def _use(self, name: str) -> None:
-        with suppress(OSError):  # vanished, or read-only
-            os.utime(self._folder / name)
+    def _use(self, name: str, used_s: float) -> None:
         with self._lock:
-            if name in self._files:
-                self._files[name] = self._files[name]._replace(used_s=time.time())
+            if name not in self._files or used_s <= self._files[name].used_s:
+                return
+            self._files[name] = self._files[name]._replace(used_s=used_s)
+        with suppress(OSError):  # vanished, or read-only
+            os.utime(self._folder / name, (used_s, used_s))
 
     def _record(self, name: str, file: _Held | None) -> None:
         """Note a file of the folder; None: it is there no more."""
