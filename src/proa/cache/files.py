@@ -105,8 +105,10 @@ class FileStore:
     def keep_up(self) -> None:
         """Apply touches, and list the folder again, to find what other engines have written and deleted."""
         self._apply_touches()
-        with suppress(OSError):  # the folder has vanished: its files fail to open, one by one
+        try:
             self._list()
+        except OSError:  # the folder has vanished: its files fail to open, one by one
+            self._listed_s = time.monotonic()
 
     def write(self, key: bytes, payload: memoryview) -> bool:
         """Write a run, and delete the least recently used files beyond the limit. Returns False if it was not written:
@@ -159,7 +161,6 @@ class FileStore:
 
     def _list(self) -> None:
         found, now_s = {}, time.time()
-        self._listed_s = time.monotonic()
         for entry, stat in _entries(self._folder):
             if _RUN_NAME.fullmatch(entry):
                 found[entry] = _Held(stat.st_size, stat.st_mtime)
@@ -167,7 +168,7 @@ class FileStore:
                 with suppress(OSError):
                     os.unlink(self._folder / entry)
         with self._lock:
-            self._files = found
+            self._files, self._listed_s = found, time.monotonic()
             self.stored_bytes = sum(file.nbytes for file in found.values())
             self.foreign_files = sum(map(self._is_foreign, found))
 
@@ -204,9 +205,7 @@ class FileStore:
         excess = self.stored_bytes + nbytes - self._limit_bytes
         if excess <= 0:
             return
-        self._apply_touches()
-        with suppress(OSError):
-            self._list()  # another engine may have read or deleted some
+        self.keep_up()  # another engine may have read or deleted some
         excess = self.stored_bytes + nbytes - self._limit_bytes
         if excess <= 0:
             return

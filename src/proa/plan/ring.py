@@ -60,7 +60,7 @@ class RingRoom:
 
     @property
     def most_bytes(self) -> int:
-        """Of the ring and the rows together."""
+        """Most bytes of the ring and of the rows of passes, together."""
         return max(0, self.left_bytes - self.claimed_bytes)
 
     @property
