@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+pytest_plugins = ["crash_reports"]
 SAMPLED = pytest.StashKey[tuple[int, int]]()  # how many cases of how many
 HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
 collect_ignore_glob = [] if HAVE_TRITON else ["*/test_triton_*.py", "*/test_check_kernels.py"]

@@ -135,7 +135,7 @@ def test_memory_outlives_a_copy() -> None:
     assert seen() is not None
     copier.close()
     assert copy.done()
-    assert bool(copy.pairs[0][0].all())
+    assert bool(copy.owners[0][0].all())
 
 
 @dataclass

@@ -89,21 +89,20 @@ class HostCopier:
         self._thread.start()
 
     def start(self, pairs: Pairs) -> Copy:
-        copy = self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs])
-        copy.pairs = pairs
-        return copy
+        return self.start_spans([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs], pairs)
 
     def clear(self, memories: Sequence[Tensor]) -> Copy:
         """At once: the device's own memory does not cross the link."""
         for memory in memories:
             memory.zero_()
-        copy = HostCopy()
+        copy = HostCopy(())
         copy.arrived.set()
         return copy
 
-    def start_spans(self, spans: Sequence[tuple[int, int, int]]) -> HostCopy:
-        """Start copies between addresses: (to, from, bytes)."""
-        copy = HostCopy()
+    def start_spans(self, spans: Sequence[tuple[int, int, int]], owners: object) -> HostCopy:
+        """Start copies between addresses: (to, from, bytes). owners: of the memory on both sides. They are kept until
+        the copies are done, since an engine may be discarded meanwhile."""
+        copy = HostCopy(owners)
         self._waiting.put((spans, copy))
         return copy
 
@@ -126,14 +125,15 @@ class HostCopier:
                         time.sleep(max(0.0, free_s - time.perf_counter()))
             copy.seconds = time.perf_counter() - began_s
             copy.arrived.set()
+            del job, copy  # the thread waits for the next job, and this one's memory may be freed
 
 
 class HostCopy:
-    """seconds: duration of the copy, once it is done. pairs: kept, so that their memory outlives the copy."""
+    """owners: of the memory that is copied; the copier's queue holds this object, and so them, until the copy is done.
+    seconds: duration of the copy, once it is done."""
 
-    def __init__(self) -> None:
-        self.arrived, self.seconds = threading.Event(), 0.0
-        self.pairs: Pairs = ()
+    def __init__(self, owners: object) -> None:
+        self.owners, self.arrived, self.seconds = owners, threading.Event(), 0.0
 
     def done(self) -> bool:
         return self.arrived.is_set()

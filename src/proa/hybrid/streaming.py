@@ -237,7 +237,8 @@ class Streaming:
         up, down = self._pieces[group.layer]
         transfers = transfers_of(numbers, up, bank.up + first * bank.up_bytes)
         transfers += transfers_of(numbers, down, bank.down + first * bank.down_bytes)
-        one.uploads.setdefault(at, []).append(self._uploads.start(transfers, self._free[at % BANKS]))
+        upload = self._uploads.start(transfers, self._free[at % BANKS], (self._layers, self.ring))
+        one.uploads.setdefault(at, []).append(upload)
         nbytes = sum(transfer.nbytes for transfer in transfers)
         one.copied_s = max(one.copied_s, time.perf_counter()) + nbytes / self.rates.copy_bytes_per_s
         one.nbytes += nbytes

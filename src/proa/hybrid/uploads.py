@@ -77,8 +77,9 @@ M = TypeVar("M", bound=Mark)
 
 
 class Uploads(Protocol[M]):
-    def start(self, transfers: Sequence[Transfer], after: M | None) -> Upload:
-        """Start transfers, behind those started before, once the device has passed `after`."""
+    def start(self, transfers: Sequence[Transfer], after: M | None, owners: object) -> Upload:
+        """Start transfers, behind those started before, once the device has passed `after`. owners: of the memory on
+        both sides."""
 
     def mark(self) -> M:
         """A mark after everything launched so far on the current stream."""
@@ -93,7 +94,7 @@ class Uploads(Protocol[M]):
 
 
 class GpuUploads:
-    """Uploads by DMA, on a CUDA stream of their own, from registered RAM."""
+    """Uploads by DMA, on a CUDA stream of their own, from registered RAM. Call `close` before memory is freed."""
 
     def __init__(self, device: torch.device, most_ids: int = 0) -> None:
         """most_ids: of a fetch."""
@@ -101,7 +102,7 @@ class GpuUploads:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._fetched = HostBlock((most_ids,), torch.int32, device)
 
-    def start(self, transfers: Sequence[Transfer], after: GpuMark | None) -> Upload:
+    def start(self, transfers: Sequence[Transfer], after: GpuMark | None, owners: object) -> Upload:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         if after is not None:
             self._stream.wait_event(after.event)
@@ -180,20 +181,21 @@ def measured_upload(memory: LayerMemory, device: torch.device) -> float:
     torch.cuda.synchronize(device)  # `to` is not used by another stream
     rates = []
     for _ in range(2):  # the first one wakes the link
-        upload = uploads.start(transfers, None)
+        upload = uploads.start(transfers, None, (memory, to))
         uploads.close()
         rates.append(sum(transfer.nbytes for transfer in transfers) / (upload.seconds() or 1.0))
     return max(rates)
 
 
 class HostUploads:
-    """The uploads of a simulated GPU, which computes a launch before it returns: whatever was launched is done."""
+    """The uploads of a simulated GPU, which computes a launch before it returns: whatever was launched is done. The
+    owners of memory are kept until its transfers are complete: touching unmapped memory would end the process."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._copier = HostCopier(bytes_per_s)
 
-    def start(self, transfers: Sequence[Transfer], after: HostMark | None) -> Upload:
-        return _HostUpload(self._copier.start_spans([(t.to, t.source, t.nbytes) for t in transfers]))
+    def start(self, transfers: Sequence[Transfer], after: HostMark | None, owners: object) -> Upload:
+        return _HostUpload(self._copier.start_spans([(t.to, t.source, t.nbytes) for t in transfers], owners))
 
     def mark(self) -> HostMark:
         return HostMark(time.perf_counter())

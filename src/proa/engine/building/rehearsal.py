@@ -355,7 +355,7 @@ class _NoCopier:
 class _NoUploads:
     """Uploads that never take place."""
 
-    def start(self, transfers: Sequence[Transfer], after: HostMark | None) -> Upload:
+    def start(self, transfers: Sequence[Transfer], after: HostMark | None, owners: object) -> Upload:
         return _NoUpload()
 
     def mark(self) -> HostMark:
