@@ -91,38 +91,64 @@ def plan_ring(
     alone = gpu.simulated or cells is not None  # see Plan.prompts_may_run_beside
     beside = 0 if alone else beside_bytes(spec, case.stored, batch_tokens)
     graphs = 0 if alone else block_graphs_bytes(spec, batch_tokens)
-    least, grain = (batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)
-
-    def rows(tokens: int, groups: int) -> int:
-        return pass_bytes(spec, options, tokens, least, groups) + _tables_bytes(layers, groups)
-
-    expert_bytes = max(of.expert_bytes for of in layers)
-    most_groups = -(-max(of.experts for of in layers) // LEAST_EXPERTS)
-    most_tokens = max(least, _whole(min(PASS_TOKENS, context_tokens), grain))
-    free_bytes = room.most_bytes - beside
-    # A small ring costs little speed, but each pass copies all experts: so rows come first in half of what is free.
-    first = min(rows(most_tokens, most_groups), free_bytes // 2, int(ROWS_SHARE_IN_GROUPS * room.budget_bytes))
-    first = max(first, rows(least, most_groups))
-    room_bytes = min(room.most_ring_bytes, free_bytes - first)
-    nbytes = min(_whole_ring_bytes(layers), room_bytes)
+    rows = _Rows(spec, options, layers, *((batch_tokens, 1) if cells is None else (cells.tokens, cells.tokens)))
+    most_tokens, free_bytes = rows.whole(min(PASS_TOKENS, context_tokens)), room.most_bytes - beside
+    room_bytes = min(room.most_ring_bytes, free_bytes - rows.first_bytes(most_tokens, free_bytes, room.budget_bytes))
+    nbytes, expert_bytes = min(_whole_ring_bytes(layers), room_bytes), max(of.expert_bytes for of in layers)
     if nbytes < RING_BANKS * LEAST_EXPERTS * expert_bytes:
         size = format_bytes(max(0, room_bytes))
         return RingPlan(why=f"a ring of {size}, as VRAM allows, would hold too few experts")
     bank_bytes = sizes.bank_bytes(nbytes)
     groups = max(sizes.ring_groups(layer.experts, layer.expert_bytes, bank_bytes) for layer in layers)
     share = ROWS_SHARE if groups == 1 else ROWS_SHARE_IN_GROUPS
-    most_rows = min(share * room.budget_bytes, free_bytes - nbytes)
-    tokens = most_tokens
-    while tokens > least and rows(tokens, groups) > most_rows:
-        tokens = max(least, _whole(tokens // 2, grain))
-    why = "a layer's experts are copied to the GPU while it computes the layer before"
-    if groups > 1:
-        of = f"{groups} groups of up to {bank_bytes // expert_bytes}"
-        why = f"a layer's experts are copied to the GPU in {of}, each while it computes the one before"
-    rows_bytes = rows(tokens, groups) + beside
+    tokens = rows.most_tokens(most_tokens, groups, min(share * room.budget_bytes, free_bytes - nbytes))
+    rows_bytes = rows.nbytes(tokens, groups) + beside
     most_graphs = min(GRAPHS_SHARE * room.left_bytes, room.most_bytes - nbytes - rows_bytes)
     by_graphs = 0 < graphs <= most_graphs
+    why = _streams_why(groups, bank_bytes // expert_bytes)
     return RingPlan(nbytes, tokens, rows_bytes + by_graphs * graphs, why, cells, by_graphs)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """VRAM for the rows of passes. least_tokens: of a pass; grain_tokens: every longer one has a multiple of them."""
+
+    spec: Model
+    options: EngineOptions
+    layers: Sequence[MoeLayer]
+    least_tokens: int
+    grain_tokens: int
+
+    def whole(self, tokens: int) -> int:
+        """The shortest pass that has room for so many tokens."""
+        return max(self.least_tokens, -(-tokens // self.grain_tokens) * self.grain_tokens)
+
+    def nbytes(self, tokens: int, groups: int) -> int:
+        """groups: of a layer's experts."""
+        tables = groups * sizes.residency_bytes(len(self.layers), max(layer.experts for layer in self.layers))
+        return pass_bytes(self.spec, self.options, tokens, self.least_tokens, groups) + tables
+
+    def first_bytes(self, most_tokens: int, free_bytes: int, budget_bytes: int) -> int:
+        """Bytes that rows have before the ring: a small ring costs little speed, but each pass copies all experts. So
+        rows come first in half of what is free."""
+        groups = -(-max(of.experts for of in self.layers) // LEAST_EXPERTS)
+        first = min(self.nbytes(most_tokens, groups), free_bytes // 2, int(ROWS_SHARE_IN_GROUPS * budget_bytes))
+        return max(first, self.nbytes(self.least_tokens, groups))
+
+    def most_tokens(self, wanted_tokens: int, groups: int, most_bytes: float) -> int:
+        """Tokens of the longest pass in `most_bytes`: so many, or half of that, and so on."""
+        tokens = wanted_tokens
+        while tokens > self.least_tokens and self.nbytes(tokens, groups) > most_bytes:
+            tokens = self.whole(tokens // 2)
+        return tokens
+
+
+def _streams_why(groups: int, experts: int) -> str:
+    """How a layer's experts pass through the ring. experts: that a bank holds."""
+    if groups == 1:
+        return "a layer's experts are copied to the GPU while it computes the layer before"
+    of = f"{groups} groups of up to {experts}"
+    return f"a layer's experts are copied to the GPU in {of}, each while it computes the one before"
 
 
 def _why_not(options: EngineOptions) -> str:
@@ -148,14 +174,6 @@ def ring_row(asked: str, got: RingPlan) -> Decision:
     if got.cells is not None and asked == "auto":
         why = f"{got.why}; --deterministic: by length, the CPU computes cells below {got.cells.streamed_from} tokens"
     return Decision("prefill", asked, size, why)
-
-
-def _whole(tokens: int, grain: int) -> int:
-    return -(-tokens // grain) * grain
-
-
-def _tables_bytes(layers: Sequence[MoeLayer], groups: int) -> int:
-    return groups * sizes.residency_bytes(len(layers), max(layer.experts for layer in layers))
 
 
 def pass_bytes(spec: Model, options: EngineOptions, tokens: int, batch_tokens: int, groups: int) -> int:

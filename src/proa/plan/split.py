@@ -291,8 +291,7 @@ def _place(
     if asked == "auto" and not static.inclusive:
         why = "RAM keeps no copies, so a swap would copy two experts; --expert-placement dynamic allows that"
         return with_row(static, why)
-    spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
-    needed_bytes = spare_bytes(layers, spare)
+    spare, needed_bytes = _spare(layers, sum(map(len, static.resident)))
     moving = replace(among(left_bytes - needed_bytes, "dynamic"), spare=spare, spare_bytes=needed_bytes)
     if not (moving.fits(room) and _can_move(layers, moving.resident) and wish.is_met(layers, moving.resident)):
         return with_row(static, f"no room for the {format_bytes(needed_bytes)} of VRAM that moving experts need")
@@ -376,12 +375,18 @@ def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
     return least_bytes
 
 
+def _spare(layers: tuple[MoeLayer, ...], experts: int) -> tuple[int, int]:
+    """Number and bytes of the spare slots beside so many experts in VRAM."""
+    slots = spare_slots(max(layer.expert_bytes for layer in layers), experts)
+    return slots, spare_bytes(layers, slots)
+
+
 def _spare_bytes(layers: tuple[MoeLayer, ...], wish: Wish, placement: str) -> int:
     """Bytes of spare slots for experts that were asked for, if these may move."""
     counts = wish.least(layers)
     if placement in STAYING or not any(0 < count < layer.experts for layer, count in zip(layers, counts, strict=True)):
         return 0
-    return spare_bytes(layers, spare_slots(max(layer.expert_bytes for layer in layers), sum(counts)))
+    return _spare(layers, sum(counts))[1]
 
 
 def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int, spare: int) -> int:
