@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import time
 
 import pytest
 
-from proa.check.apart import OutOfTime, run_apart
+from proa.check.apart import OutOfTime, PathFailed, run_apart
 from proa.cli.check import CheckCommand
 from proa.config.field import declarations
 
@@ -38,3 +39,12 @@ def test_a_path_may_have_the_longest_time_limit() -> None:
     longest_s = declarations(CheckCommand)["time_limit"].info.high
     assert longest_s is not None
     assert run_apart(lambda: 1, longest_s) == 1
+
+
+def test_a_crashed_path_prints_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    def crash() -> None:
+        ctypes.string_at(1)
+
+    with pytest.raises(PathFailed, match="ended by SIGSEGV"):
+        run_apart(crash, 60.0)
+    assert "in crash" in capfd.readouterr().err

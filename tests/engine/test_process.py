@@ -164,6 +164,22 @@ def test_a_killed_engine_fails_its_requests_at_once(folder: Path) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.usefixtures("forked_engine")
+def test_a_crashed_engine_prints_its_stacks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def go() -> None:
+        async with running(plan_for(folder)) as client:
+            await client.wait_ready()
+            os.kill(pid_of(client), signal.SIGSEGV)
+            await until(lambda: client.state == "failed")
+            with pytest.raises(EngineDead, match=r"crashed: SIGSEGV.*stacks"):
+                await collect(client, request("a", [1], 5))
+
+    asyncio.run(go())
+    printed = capfd.readouterr().err
+    assert "Fatal Python error: Segmentation fault" in printed
+    assert "in run" in printed
+
+
 def test_an_engine_that_dies_before_its_first_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
 

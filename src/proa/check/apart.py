@@ -6,11 +6,13 @@ The calling process must not have initialised CUDA, nor started torch's threads.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -64,6 +66,8 @@ def run_apart(work: Callable[[], T], limit_s: float) -> T:
 def _run(work: Callable[[], T], to: Connection, parent: int) -> None:
     """In the forked process: send ("result", result), ("ProaError", its parts) or ("error", text)."""
     begin_forked(parent)
+    if sys.stderr is not None:
+        faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     found: tuple[str, object]
     try:

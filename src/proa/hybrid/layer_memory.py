@@ -113,7 +113,7 @@ class LayerMemory:
             in_ram.up[number], in_ram.down[number] = self._biases.up[expert], self._biases.down[expert]
 
     def in_place(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Packed bytes of an expert in RAM, uint8, in pieces: (gate and up, down)."""
+        """Packed bytes of an expert in RAM, uint8, in pieces: (gate and up, down). They keep the memory allocated."""
         if self.stacks is None:
             raise ValueError("RAM has no expert of this layer")
         up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
@@ -151,10 +151,13 @@ class LayerMemory:
 
 
 def _spans(stack: Stack, index: int) -> list[Tensor]:
-    return [
-        torch.frombuffer((ctypes.c_uint8 * piece.nbytes).from_address(piece.address), dtype=torch.uint8)
-        for piece in stack.pieces(index)
-    ]
+    return [_span(stack, piece) for piece in stack.pieces(index)]
+
+
+def _span(stack: Stack, piece: Piece) -> Tensor:
+    array = (ctypes.c_uint8 * piece.nbytes).from_address(piece.address)
+    array._stack = stack  # type: ignore[attr-defined]  # keeps the memory while the tensor lives
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _rows(stack: Stack, count: int, of: Layout, device: torch.device) -> Tensor | None:

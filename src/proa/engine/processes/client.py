@@ -34,6 +34,8 @@ from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
 CLOSE_SECONDS = 5.0
+# The signals of faults, for which the engine process prints its stacks (faulthandler).
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 LAST_MESSAGE_SECONDS = 0.5  # wait after the process exits: its Failed message may still be in the socket
 
 
@@ -184,6 +186,8 @@ def _explain_exit(code: int) -> tuple[str, str]:
     name = f"signal {-code}"
     with contextlib.suppress(ValueError):
         name = signal.Signals(-code).name
+    if -code in CRASHES:
+        return f"The engine process crashed: {name}.", "Report it with the stacks in the log above, and restart."
     remedy = "Restart the server."
     if -code == signal.SIGKILL:
         remedy = "If the system ran out of memory (see dmesg), lower --context or set --ram, then restart."

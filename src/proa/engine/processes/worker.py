@@ -11,6 +11,7 @@ is imported may depend on the plan: its environment is config/env.py's, and numb
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import logging
@@ -55,6 +56,8 @@ def main() -> None:
     code = 1
     # Registered first, so called last: what would follow takes torch's modules apart, for 0.2 s.
     atexit.register(lambda: _end(code))
+    if sys.stderr is not None:  # it is None if standard error is closed
+        faulthandler.enable()  # a crash of a kernel or a library prints what each thread of Python was doing
     exit_with_frontend()
     channel = Channel(EngineEnd(socket.socket(fileno=int(sys.argv[1]))))
     try:
