@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,13 @@ def told(ready: Ready, name: str = ROW) -> tuple[str, str, str]:
     return found.asked, found.got, found.why
 
 
+def rounds_of(why: str) -> tuple[int, int]:
+    """In how many rounds a plan was faster, of how many."""
+    found = re.search(r"in (\d+) of (\d+) rounds", why)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
 def answer(engine: Engine) -> list[int]:
     engine.submit(request("r", list(range(20, 40)), 24))
     return tokens_of(finish_all(engine)["r"])
@@ -110,7 +118,8 @@ def test_a_slow_rule_loses_and_the_result_is_kept(folder: Path, cache: Path) -> 
     asked, got, why = told(ready)
     assert (asked, got) == ("again", "co-fetch off, read ahead off")
     assert "ms per token, mean of 1 and 4 requests, against" in why
-    assert f"in {ROUNDS} of {ROUNDS} rounds" in why
+    won, tried = rounds_of(why)
+    assert ROUNDS - 1 <= won <= tried == ROUNDS
     assert why.endswith("kept for later starts")
     assert told(ready, "read ahead") == ("auto", "off", f"slower in the trial: see {ROW}")
     assert hybrid_of(engine).choices == NEITHER
@@ -136,7 +145,10 @@ def test_a_slow_other_plan_loses(folder: Path, cache: Path) -> None:
     with slow(HostTransport, "push", lambda self, *args: not self.foresees):
         engine, ready = load(folder, "again", co_fetch="off")
     assert told(ready)[1] == "co-fetch off, read ahead on"
-    assert "is not clearly faster: in 0 of 2 rounds, 10 of 11 are needed" in told(ready)[2]
+    why = told(ready)[2]
+    assert f", {ROUNDS - 1} of {ROUNDS} are needed" in why
+    won, tried = rounds_of(why.partition("is not clearly faster: ")[2])
+    assert won == tried - 2, "two lost rounds decide; on a busy machine it may win one before"
     assert told(ready, "read ahead")[1] == "on"
     assert hybrid_of(engine).choices == NO_FETCH
 
