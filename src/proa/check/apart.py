@@ -66,8 +66,8 @@ def run_apart(work: Callable[[], T], limit_s: float) -> T:
 def _run(work: Callable[[], T], to: Connection, parent: int) -> None:
     """In the forked process: send ("result", result), ("ProaError", its parts) or ("error", text)."""
     begin_forked(parent)
-    if sys.stderr is not None:
-        faulthandler.enable()
+    if sys.__stderr__ is not None:  # sys.stderr may be a caller's, without a descriptor
+        faulthandler.enable(sys.__stderr__)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     found: tuple[str, object]
     try:
