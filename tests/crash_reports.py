@@ -22,11 +22,7 @@ CRASHES = pytest.StashKey[list[tuple[str, str]]]()  # how each worker ended, its
 
 @pytest.hookimpl(trylast=True)  # after pytest's own plugin, which has stacks printed
 def pytest_configure(config: pytest.Config) -> None:
-    given = getattr(config, "workerinput", None)
-    if given is None:
-        config.stash[FOLDER] = Path(tempfile.mkdtemp(prefix="crashes-"))
-        config.stash[CRASHES] = []
-    else:
+    if given := getattr(config, "workerinput", None):
         faulthandler.enable(os.open(given["crash_file"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC))
 
 
@@ -37,13 +33,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["crash_file"] = str(node.config.stash[FOLDER] / node.gateway.id)
+    stash = node.config.stash
+    if FOLDER not in stash:
+        stash[FOLDER], stash[CRASHES] = Path(tempfile.mkdtemp(prefix="crashes-")), []
+    node.workerinput["crash_file"] = str(stash[FOLDER] / node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any, error: object | None) -> None:
     if error is not None:
-        file = node.config.stash[FOLDER] / node.gateway.id
+        file = Path(node.workerinput["crash_file"])
         stacks = file.read_text() if file.exists() else ""
         ending = f"worker {node.gateway.id} {_ended(node.gateway._io.popen)}"
         node.config.stash[CRASHES].append((ending, stacks or "It left no stacks."))
