@@ -14,6 +14,7 @@ from engines import COPIES, Loaded
 from on_host import host_executor
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.building.gpu_plan import top_k
+from proa.engine.engine import Engine
 from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.eager import EagerExecutor, LikeGpu
 from proa.engine.executors.executor import Executor
@@ -106,6 +107,14 @@ def _cuda_ops(at: torch.device, hybrid: HybridModel, staging: Staging) -> Ops:
     latent = _cuda("ops.cuda_latent").CudaLatentAttention(traits_of(at))
     made: Ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at), attention, latent).table()
     return made
+
+
+def hybrid_of(engine: Engine) -> HybridModel:
+    """The model of a planned engine that has a GPU, real or simulated."""
+    executor: Any = engine.runner.executor
+    hybrid = executor._session._session  # the watched one
+    assert isinstance(hybrid, HybridModel)
+    return hybrid
 
 
 def load_split(

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import examples
+from hybrid_engines import hybrid_of
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.building.load import load_engine
@@ -192,7 +193,8 @@ def test_answers_do_not_depend_on_the_schedule(case: Case, tmp_path: Path) -> No
     engine = engine_of(folder, case, **({"max_batch_tokens": 170} if case.is_native else {}))
 
     if case.streamed_from:
-        streaming = engine.runner.executor._session._session.streaming
+        streaming = hybrid_of(engine).streaming
+        assert streaming is not None
         streaming.rates = PrefillRates(1.0, CpuExpertCost(1e-9, 1e-9))  # as if copies were slow, which decides nothing
     seen = Seen()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engines import finish_all, request
+from hybrid_engines import hybrid_of
 from prefix_engines import wait_until_stored
 from proa.cache import keys
 from proa.config.options import EngineOptions
@@ -149,12 +150,7 @@ def slots(engine: Engine) -> list[int]:
 
 
 def session(engine: Engine) -> HybridModel | None:
-    executor: Any = engine.runner.executor
-    if isinstance(executor, RecordedExecutor):
-        return None
-    hybrid = executor._session._session  # the watched one
-    assert isinstance(hybrid, HybridModel)
-    return hybrid
+    return None if isinstance(engine.runner.executor, RecordedExecutor) else hybrid_of(engine)
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)

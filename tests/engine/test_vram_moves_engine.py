@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engines import request
+from hybrid_engines import hybrid_of
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.building.load import load_engine
@@ -20,7 +21,6 @@ from proa.engine.engine import Engine
 from proa.engine.ipc import Ready
 from proa.engine.scheduling import lending
 from proa.errors import UsageError
-from proa.hybrid.model import HybridModel
 from proa.plan.plan import Plan
 from quick_plan import prepare
 from tiny import make_tiny
@@ -52,14 +52,7 @@ def start(model: Path, gpu: str, **options: Any) -> tuple[Engine, Ready]:
 def stop(engine: Engine) -> None:
     """Copies end before memory is freed."""
     engine.settle()
-    hybrid(engine).close()
-
-
-def hybrid(engine: Engine) -> HybridModel:
-    executor: Any = engine.runner.executor
-    found = executor._session._session  # the watched one
-    assert isinstance(found, HybridModel)
-    return found
+    hybrid_of(engine).close()
 
 
 @dataclass
@@ -125,7 +118,7 @@ def test_pages_move_between_kv_and_experts(gpu: str, tmp_path: Path) -> None:
     got = answers(engine, *asked[0])
     slots = rest(engine)
     assert slots > 8
-    moves = hybrid(engine).moves
+    moves = hybrid_of(engine).moves
     assert moves is not None
     for layer in range(len(moves.layers)):
         assert len(moves.resident(layer)) > 3, "more than the plan put there"

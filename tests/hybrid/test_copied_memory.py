@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from engines import request
+from hybrid_engines import hybrid_of
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
 from proa.hybrid.copies import HostCopier
-from proa.hybrid.model import HybridModel
 from proa.hybrid.uploads import HostUploads, Transfer
 from quick_plan import prepare
 from tiny import make_tiny
@@ -93,9 +93,3 @@ def load(folder: Path, pcie: str = "1GB/s") -> Engine:
         gpus=GpuOptions(gpu=f"sim:64MiB,pcie={pcie}", gpu_experts="none", prefill="stream"),
     )
     return load_engine(prepare(str(folder), options).plan, lambda loading: None)[0]
-
-
-def hybrid_of(engine: Engine) -> HybridModel:
-    hybrid = engine.runner.executor._session._session  # the watched one
-    assert isinstance(hybrid, HybridModel)
-    return hybrid

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines import finish_all, request, tokens_of
+from hybrid_engines import hybrid_of
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
@@ -27,9 +28,7 @@ def load(folder: Path, experts: str = "3", **asked: str) -> tuple[Engine, Hybrid
         gpus=GpuOptions(gpu="sim:64MiB,pcie=1GB/s", gpu_experts=experts, **asked),
     )
     engine, _ = load_engine(prepare(str(folder), options).plan, lambda loading: None)
-    hybrid = engine.runner.executor._session._session  # the watched one
-    assert isinstance(hybrid, HybridModel)
-    return engine, hybrid
+    return engine, hybrid_of(engine)
 
 
 def pairs_of(engine: Engine, hybrid: HybridModel) -> int:
