@@ -187,7 +187,7 @@ def _explain_exit(code: int) -> tuple[str, str]:
     with contextlib.suppress(ValueError):
         name = signal.Signals(-code).name
     if -code in CRASHES:
-        return f"The engine process crashed: {name}.", "Report it with the stacks in the log above, and restart."
+        return f"The engine process crashed: {name}.", "Report it with the stacks that it printed to standard error."
     remedy = "Restart the server."
     if -code == signal.SIGKILL:
         remedy = "If the system ran out of memory (see dmesg), lower --context or set --ram, then restart."
