@@ -20,7 +20,7 @@ from proa.cache.pool import allocate_pool
 from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.engine.executors.executor import Executor
 from proa.hybrid.streaming import Streaming
-from proa.machine.cost.probes import MOST_SKIPPED, Probes
+from proa.machine.cost.probes import FIRST_SKIPPED, MOST_SKIPPED, Probes
 from proa.ops import sizes
 from teacher_forced import prompts
 from tiny import make_tiny
@@ -151,9 +151,11 @@ def test_fewer_and_fewer_passes_try_what_gains_nothing() -> None:
             tries.append(number)
             probes.note(500, gained=False)
     gaps = [b - a - 1 for a, b in pairwise(tries)]
-    assert gaps[:5] == [1, 3, 7, 15, 31]
-    assert set(gaps[5:]) == {MOST_SKIPPED}
-    assert probes.due(5000), "other lengths are tried by themselves"
+    assert tries[0] == FIRST_SKIPPED
+    assert gaps[:4] == [3, 7, 15, 31]
+    assert set(gaps[4:]) == {MOST_SKIPPED}
+    others = [probes.due(5000) for _ in range(FIRST_SKIPPED + 1)]
+    assert others == [*FIRST_SKIPPED * [False], True], "other lengths are tried by themselves"
     while not probes.due(500):
         pass
     probes.note(500, gained=True)

@@ -103,7 +103,8 @@ def test_passes_of_several_chunks_or_groups_are_divided_beforehand(
 def test_a_pass_goes_on_so_only_where_that_gains(
     family: str, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first layer shows it: then the others are divided by their routing, or as before, with equal logits."""
+    """The first layer shows it: then the others are divided by their routing, or as before, with equal logits. Neither
+    the first two passes of a length try, nor the three after one that tried in vain."""
     batch = StepBatch(spans(prompts([70, 9, 50])))
     want = passed(load(family, Split(0.25), device, rows=192), batch)
     keep: list[Kept] = []
@@ -120,7 +121,8 @@ def test_a_pass_goes_on_so_only_where_that_gains(
     monkeypatch.setattr("proa.hybrid.streaming.routing_gain_s", gain_s)
     layers = len(streaming._streamed)
     assert layers > 1
-    for number, (probed, gained_s, routed) in enumerate([(0, 1.0, 0), (1, -1.0, 1), (1, 1.0, 0), (1, 1.0, layers)], 1):  # noqa: B007
+    passes = [(0, 1.0, 0), *2 * [(1, 1.0, 0)], (1, -1.0, 1), *3 * [(1, 1.0, 0)], (1, 1.0, layers)]
+    for number, (probed, gained_s, routed) in enumerate(passes, 1):  # noqa: B007
         streaming.probed_layers, streaming.rates, asked[:] = probed, EQUAL_SIDES, []
         before = streaming.totals.routed
         got = passed(executor, batch)

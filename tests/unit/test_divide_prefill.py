@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proa.machine.cost.prefill import ABOUT, CpuExpertCost, PrefillRates, divide, divisions, fitted_cost
+from proa.machine.cost.prefill import (
+    ABOUT,
+    LONGER,
+    CpuExpertCost,
+    GpuCost,
+    PrefillRates,
+    divide,
+    divisions,
+    fitted_cost,
+)
 
 MIB = 1 << 20
 RATES = st.builds(
@@ -59,6 +68,21 @@ def test_rates_move_towards_measurements() -> None:
     assert rates.cpu.expert_s == pytest.approx(0.5e-3, rel=0.01)
     assert rates.after_copies(0, 0.0) == rates
     assert rates.after_jobs(0.0, 1.0) == rates
+
+
+def test_the_gpus_times_forget_what_disturbed_them() -> None:
+    """Launches that a busy host was late with take longer; the next ones that were not count at once."""
+    rates = PrefillRates(1e9, CpuExpertCost(1e-3, 1e-6)).after_launches(100, 10, 0.5, 0.1)
+    assert rates.gpu(100) == GpuCost(0.05, 0.01)
+    late = rates.after_launches(100, 10, 0.9, 0.3)
+    assert late.gpu(100).own_s == pytest.approx(0.05 + LONGER * 0.04)
+    assert late.gpu(100).experts_s == pytest.approx(0.01 + LONGER * 0.02)
+    again = late.after_launches(100, 10, 0.02, 0.3)
+    assert again.gpu(100).own_s == 0.002
+    assert again.gpu(100).experts_s > late.gpu(100).experts_s
+    for _ in range(30):
+        again = again.after_launches(100, 10, 0.4, 0.2)
+    assert again.gpu(100).own_s == pytest.approx(0.04, rel=0.01), "a time that stays longer is taken"
 
 
 @pytest.mark.parametrize("cost", [CpuExpertCost(5e-5, 2e-6), CpuExpertCost(0.0, 1e-6), CpuExpertCost(1e-4, 0.0)])

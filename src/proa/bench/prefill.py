@@ -44,6 +44,7 @@ from proa.plan.prepare import Prepared, prepare, ram_rate
 from proa.weights.frequencies import ROUTERS
 
 QUESTION = "How long does a prompt take to its first token?"
+WARM_UP = 3  # prompts of each length before those that count: kernels are loaded, graphs captured, rates measured
 MOST_PROMPT = 1 << 20
 
 
@@ -79,7 +80,7 @@ class PrefillOptions:
         choices=("auto", "cpu", "stream"), common=True,
     )  # fmt: skip
     deterministic: bool = option(False, help="measure with --deterministic of `proa serve`")
-    runs: int = option(5, help="prompts of each length; the median is reported, after two more that warm up", low=1)
+    runs: int = option(5, help="prompts of each length; the median is reported, after three more that warm up", low=1)
     max_batch_tokens: int | None = option(
         None, help="most tokens computed at once; default: as `proa serve`", kind="tokens", low=1, high=1 << 20
     )
@@ -169,7 +170,8 @@ async def _measure_all(
         decided = [f"{row.name}: {row.got} ({row.why})" for row in rows if row.name in ("prefill", "prefill rates")]
         for tokens in lengths:
             runs = await _measure(engine, options, shape.vocab, tokens)
-            figures = _figures(options, prepared, rates, tokens, runs)
+            figures = _figures(options, prepared, rates, tokens, runs[WARM_UP:])
+            figures["first_ttft_s"] = runs[0].ttft_s
             figures["vram_peak_bytes"] = vram_taken(gpu_of(prepared.plan))
             figures["predicted_ttft_s"] = predicted.get(tokens)
             found = _cached_notes(options.cached, figures["cached_tokens"] or 0)
@@ -179,9 +181,10 @@ async def _measure_all(
 
 
 async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, tokens: int) -> list[_Run]:
-    """Measure prompts of this length: the cached prefix, if there is one, then new tokens that no other prompt has."""
+    """Measure prompts of this length, those that warm up included: the cached prefix, if there is one, then new tokens
+    that no other prompt has."""
     (prefix,) = random_prompts(vocab, 1, options.cached) if options.cached else ([],)
-    prompts = random_prompts(vocab, options.runs + 2, tokens, seed=tokens)
+    prompts = random_prompts(vocab, options.runs + WARM_UP, tokens, seed=tokens)
     if prefix:
         await _first_token(engine, prefix, "prefix")
     runs = []
@@ -189,7 +192,7 @@ async def _measure(engine: EngineHandle, options: PrefillOptions, vocab: int, to
         before = engine.stats.prefill
         ttft_s, cached = await _first_token(engine, prefix + prompt, f"{tokens} {number}")
         runs.append(_Run(ttft_s, cached, before, engine.stats.prefill))
-    return runs[2:]
+    return runs
 
 
 def _cached_notes(asked: int, cached: float) -> tuple[str, ...]:

@@ -12,14 +12,14 @@ from proa.bench.table import framed, number, numbers_table
 from proa.obs.units import format_bytes, format_rate
 
 _COLUMNS = (
-    "tokens", "first token ms", "plan ms", "tokens/s", "bound ms", "% of it", "PCIe ms", "FLOPs ms", "streamed %",
-    "idle %", "prediction %",
+    "tokens", "first token ms", "first prompt ms", "plan ms", "tokens/s", "bound ms", "% of it", "PCIe ms", "FLOPs ms",
+    "streamed %", "idle %", "prediction %",
 )  # fmt: skip
 _LEGEND = (
-    "plan: predicted as by `proa plan`; bound: no division of the experts in RAM can be faster at the rates of this "
-    "run, the GPU's own work included; PCIe: all of them copied once; FLOPs: all operations at the rate of a large "
-    "product; streamed: experts in RAM that were copied; idle: of the time, the GPU computed nothing; prediction: "
-    "measured over predicted time of the passes, less 1."
+    "first prompt: of this length, before any warm-up; plan: predicted as by `proa plan`; bound: no division of the "
+    "experts in RAM can be faster at the rates of this run, the GPU's own work included; PCIe: all copied once; "
+    "FLOPs: all operations at the rate of a large product; streamed: experts in RAM that were copied; idle: of the "
+    "time, the GPU computed nothing; prediction: measured over predicted time of the passes, less 1."
 )
 
 
@@ -49,7 +49,8 @@ def _row(figures: dict[str, float | None]) -> list[str]:
         return number(None if value is None else factor * value)
 
     return [
-        scaled("tokens", 1), scaled("ttft_s", 1e3), scaled("predicted_ttft_s", 1e3), scaled("tokens_per_s", 1),
-        scaled("bound_s", 1e3), scaled("bound_share", 100), scaled("pcie_s", 1e3), scaled("flops_s", 1e3),
-        scaled("streamed_share", 100), scaled("gpu_idle_share", 100), scaled("prediction_error", 100),
+        scaled("tokens", 1), scaled("ttft_s", 1e3), scaled("first_ttft_s", 1e3), scaled("predicted_ttft_s", 1e3),
+        scaled("tokens_per_s", 1), scaled("bound_s", 1e3), scaled("bound_share", 100), scaled("pcie_s", 1e3),
+        scaled("flops_s", 1e3), scaled("streamed_share", 100), scaled("gpu_idle_share", 100),
+        scaled("prediction_error", 100),
     ]  # fmt: skip

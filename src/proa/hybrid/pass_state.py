@@ -31,7 +31,9 @@ class Asked:
 @dataclass
 class Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
-    then with what the device did since the mark before.
+    then with what the device did since the mark before. typical: later passes of as many tokens are launched like it,
+    so that the GPU's times tell theirs: not the first ones, which load kernels and capture graphs, nor one that only
+    begins divided by its routing.
 
     If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
     the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;
@@ -46,6 +48,7 @@ class Pass:
     heat: NDArray[np.float32] | None = None
     routed: bool = False
     promotes: bool = False
+    typical: bool = True
     at: int = 0  # the group under way
     left: int = 0
     uploads: dict[int, list[Upload]] = field(default_factory=dict)
@@ -61,6 +64,11 @@ class Pass:
     counts: Fetched | None = None  # of the layer's choices, for promotions
     began_s: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, Any]] = field(default_factory=list)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk, at most."""
+        return -(-self.tokens // self.chunks)
 
     def times(self) -> Times:
         """Add up the times between the marks. All launches of the pass must have ended."""

@@ -1,6 +1,7 @@
 """Streamed prefill: while a prompt passes through the layers, each layer's experts in RAM are divided. Some are copied
 to the ring, and the GPU computes them; the CPU computes the others meanwhile. Belongs here: the order of copies, tables
-and launches in a pass. Never: the division (machine/cost/prefill.py), kernels, chunks of the prompt (engine/executors).
+and launches in a pass. Never: the division (machine/cost/prefill.py), what its rates learn from a pass (pass_rates.py),
+kernels, chunks of the prompt (engine/executors).
 
 A pass computes a prefill step layer by layer, each layer for all chunks of the step, so that an expert crosses PCIe
 once. The experts of a layer are one group, or several if a bank of the ring does not hold them all. Groups use the two
@@ -34,6 +35,7 @@ that is sent anew is that of l alone, on the stream of the launches; in this pas
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +46,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.pass_rates import after_layer, after_no_job, after_pass
 from proa.hybrid.pass_state import Asked, Pass
 from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals
 from proa.hybrid.promotions import Promotions
@@ -52,7 +55,6 @@ from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Uploads, transfers_of
 from proa.machine.cost.prefill import (
-    LAYER,
     PROBED_LAYERS,
     Division,
     PrefillRates,
@@ -62,7 +64,7 @@ from proa.machine.cost.prefill import (
     routing_gain_s,
     taken_of,
 )
-from proa.machine.cost.probes import Probes
+from proa.machine.cost.probes import FIRST_SKIPPED, Probes
 from proa.machine.cost.turns import beside_pays
 from proa.models.ranks import CPU
 from proa.native.doorbell import Counters
@@ -92,7 +94,8 @@ class Streaming:
         self._active = False
         self._seen: NDArray[np.float32] | None = None  # [layers, experts], tokens in passes divided by their routing
         self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
-        self._probes = Probes()
+        self._probes, self._trial = Probes(), rates.cpu
+        self._begun = Counter[int]()  # passes, by the number of bits of their chunks' tokens
         self._do: Callable[[Callable[[], None]], None] = _call  # what the host does between two launches of a layer
 
     @property
@@ -154,6 +157,8 @@ class Streaming:
             groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
         one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
         self._pass = one
+        one.typical = self._begun[one.chunk_tokens.bit_length()] >= FIRST_SKIPPED
+        self._begun[one.chunk_tokens.bit_length()] += 1
         self.totals.passes += 1
         self.totals.pass_tokens += tokens
         self._mark(one, OWN)
@@ -205,7 +210,11 @@ class Streaming:
 
     def _divisions(self, in_ram: int, experts: int, nbytes: int, tokens: int, chunks: int) -> list[Division]:
         """The divisions of a layer with so many experts, and with so many of these in RAM, of nbytes each."""
-        return divisions(in_ram, nbytes, tokens, self._asked.top_k * in_ram / experts, self.rates, chunks)
+        return divisions(in_ram, nbytes, tokens, self._chosen(in_ram, experts), self.rates, chunks)
+
+    def _chosen(self, in_ram: int, experts: int) -> float:
+        """How many of its experts in RAM a token of such a layer chooses on average."""
+        return self._asked.top_k * in_ram / experts
 
     def _nbytes(self, layer: int) -> int:
         """Bytes of an expert of the layer."""
@@ -272,7 +281,8 @@ class Streaming:
         """Once the layer's experts have been launched: start the copies of the next head, and what may wait so long."""
         at, layer = one.at, one.groups[one.at].layer
         one.gain_s += routing_gain_s(divided.tokens_of, divided.of, self._nbytes(layer), one.tokens, self.rates)
-        self._learn(one, divided.jobs)
+        self.rates = after_layer(self.rates, one, self._nbytes(one.groups[max(0, at - 1)].layer), divided.jobs)
+        one.jobs = divided.jobs
         one.divisions[at] = divided.of
         self._count(one, divided.of.streamed, len(divided.tokens_of))
         one.seen[layer] = one.chosen
@@ -285,25 +295,13 @@ class Streaming:
 
     def _divide_rest(self, one: Pass) -> None:
         """Go on like a pass that was divided beforehand, from the next layer on."""
-        one.routed = False
+        one.routed = one.typical = False
         for at in range(one.at + 1, len(one.groups)):
             group, streamed = one.groups[at], one.divisions[at].streamed
             experts = self._in_order(group.layer, self._hottest(group.layer, one.heat)[:streamed])
             one.groups[at] = replace(group, experts=experts)
             self._count(one, streamed, self._in_ram(group.layer))
         self._publish(one)
-
-    def _learn(self, one: Pass, jobs: Counters | None) -> None:
-        """Update the rates by the layer before, whose copies and job have ended: the next layers need not wait for the
-        pass's end to be divided by them. jobs: of the CPU, up to that layer."""
-        at = one.at - 1
-        seconds = [upload.seconds() for upload in one.uploads.get(at, ())]
-        if seconds and None not in seconds:
-            nbytes = len(one.groups[at].experts) * self._nbytes(one.groups[at].layer)
-            self.rates = self.rates.after_copies(nbytes, sum(s for s in seconds if s is not None), LAYER)
-        if jobs is not None and one.jobs is not None and jobs.jobs - one.jobs.jobs == 1:  # that layer's job alone
-            self.rates = self.rates.after_counted_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s)
-        one.jobs = jobs
 
     @property
     def routed(self) -> bool:
@@ -451,11 +449,11 @@ class Streaming:
         if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
         times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
-        each, launches = -(-one.tokens // one.chunks), one.chunks * len(one.divisions)
-        self.rates = self.rates.after_launches(each, launches, times.own, times.experts)
-        self.rates = self.rates.after_decisions(len(one.seen), times.decided)
-        if not one.routed:
-            self.rates = self.rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
+        self.rates = after_pass(self.rates, one, times, cpu_s)
+        if not jobs and not one.alone and self._asked.mode == "auto":
+            layer = self._streamed[0]
+            in_ram, chosen = self._in_ram(layer), self._chosen(self._in_ram(layer), self._layers[layer].experts)
+            self.rates = after_no_job(self.rates, self._trial, one, in_ram, self._nbytes(layer), chosen)
         totals = self.totals
         totals.copy_s += copy_s
         totals.predicted_s += sum(of.seconds for of in one.divisions)

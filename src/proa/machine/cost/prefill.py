@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 HALF = 0.5  # weight of the latest measurement, of a pass
+LONGER = 0.25  # of a GPU time that is longer than before: the host may have been late with the launches
+UNMEASURED = 0.25  # share of the way back to its trial that the CPU's cost goes after a pass that did not measure it
 LAYER = 0.25  # and of one layer
 ABOUT = 1.03  # divisions that take this much longer than the fastest count as equally fast
 DECIDE_S = 2e-4  # of reading a layer's routing and dividing its experts by it, until that is measured
@@ -93,17 +95,27 @@ class PrefillRates:
             return self
         return replace(self, cpu=self.cpu.scaled(1 + HALF * (_bounded(took_s / predicted_s) - 1)))
 
+    def nearer_to(self, trial: CpuExpertCost) -> PrefillRates:
+        """The rates after a pass that did not measure the CPU's cost: a step nearer to that of the trial."""
+        cpu = self.cpu
+        expert_s = cpu.expert_s + UNMEASURED * (trial.expert_s - cpu.expert_s)
+        return replace(self, cpu=CpuExpertCost(expert_s, cpu.pair_s + UNMEASURED * (trial.pair_s - cpu.pair_s)))
+
     def after_launches(self, tokens: int, launches: int, own_s: float, experts_s: float) -> PrefillRates:
         """The rates after so many launches of layers with `tokens` tokens each, in which the GPU took own_s in all, and
-        experts_s for its experts."""
+        experts_s for its experts. A shorter time than before counts at once: disturbances only make it longer."""
         now, bits = GpuCost(own_s / launches, experts_s / launches), tokens.bit_length()
         before = self.gpu_s.get(bits, now)
-        mean = GpuCost((before.own_s + now.own_s) / 2, (before.experts_s + now.experts_s) / 2)
-        return replace(self, gpu_s={**self.gpu_s, bits: mean})
+        cost = GpuCost(_shorter(before.own_s, now.own_s), _shorter(before.experts_s, now.experts_s))
+        return replace(self, gpu_s={**self.gpu_s, bits: cost})
 
     def after_decisions(self, count: int, took_s: float) -> PrefillRates:
         """The rates after `count` layers were divided by their routing, for which the device waited took_s in all."""
         return replace(self, decide_s=(self.decide_s + took_s / count) / 2) if count else self
+
+
+def _shorter(before_s: float, now_s: float) -> float:
+    return now_s if now_s < before_s else before_s + LONGER * (now_s - before_s)
 
 
 def _bounded(factor: float) -> float:
