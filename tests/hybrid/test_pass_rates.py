@@ -11,8 +11,9 @@ from hybrid.passes import Load, passed, spans
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import StepBatch
 from proa.engine.executors.executor import Executor
-from proa.hybrid.pass_rates import after_layer, after_no_job
+from proa.hybrid.pass_rates import after_layer, after_no_job, after_pass
 from proa.hybrid.pass_state import Pass
+from proa.hybrid.pass_totals import Times
 from proa.hybrid.ring import Group
 from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
@@ -26,7 +27,8 @@ RATES = PrefillRates(50e9, TRIAL)
 
 
 def counted(jobs: int, moe_s: float) -> Counters:
-    return replace(NOTHING_COUNTED, jobs=jobs, moe_s=moe_s)
+    """Jobs of 10 experts of 8 tokens each."""
+    return replace(NOTHING_COUNTED, jobs=jobs, moe_s=moe_s, experts=10 * jobs, pairs=80 * jobs)
 
 
 def with_layers(count: int, at: int, **fields: Any) -> Pass:
@@ -43,6 +45,17 @@ def test_the_first_job_of_a_pass_is_not_learned_from() -> None:
         assert (rates != RATES) == learned, at
     twice = with_layers(4, 2, jobs=counted(2, 1.0))
     assert after_layer(RATES, twice, MIB, counted(4, 1.002)) == RATES, "a decode step had a job in between"
+
+
+def test_the_cost_of_counted_experts_is_measured_in_each_pass() -> None:
+    """Left to the CPU are those with few tokens: as if all were alike, its jobs seem to cost less than they do."""
+    one, rates = with_layers(4, 4), RATES
+    took_s = 4 * TRIAL.scaled(1.3).seconds(10, 80)
+    for _ in range(12):
+        rates = after_pass(rates, one, Times(0.0, 0.0, 0.0, 0.0, 0.0), counted(4, took_s))
+    assert rates.counted_cpu.expert_s == pytest.approx(1.3 * TRIAL.expert_s, rel=0.01)
+    assert rates.counted_cpu.pair_s == pytest.approx(1.3 * TRIAL.pair_s, rel=0.01)
+    assert rates.cpu.expert_s != pytest.approx(1.3 * TRIAL.expert_s, rel=0.1), "the divisions foresaw other jobs"
 
 
 @pytest.mark.parametrize("factor", [1.5, 4.0, 8.0])

@@ -120,9 +120,9 @@ def test_rates_that_are_30_percent_off(router: str, tokens: int, copy: float, cp
             ends.append(ends_s(tokens_of, started, more, H200, 0.0, EXPERT_BYTES, H200.gpu(tokens).experts_s))
             if known is rates:
                 left = tokens_of[~started & ~np.isin(np.arange(EXPERTS), more)]
-                copied, cpu_s = len(more) * EXPERT_BYTES, H200.cpu.seconds(int((left > 0).sum()), int(left.sum()))
+                copied, job = len(more) * EXPERT_BYTES, (int((left > 0).sum()), int(left.sum()))
                 rates = rates.after_copies(copied, copied / H200.copy_bytes_per_s, LAYER)
-                rates = rates.after_counted_jobs(found.of.cpu_s, cpu_s)
+                rates = rates.after_counted_jobs(*job, H200.cpu.seconds(*job), LAYER)
         took_s, best_s = took_s + ends[0], best_s + ends[1]
     assert took_s <= 1.1 * best_s
 
@@ -179,7 +179,8 @@ def test_jobs_of_known_tokens_have_their_own_rate() -> None:
     alike = rates.after_jobs(1.0, 0.5)
     assert alike.counted_cpu == alike.cpu == rates.cpu.scaled(0.75)
     for _ in range(40):
-        rates = rates.after_counted_jobs(rates.counted_cpu.expert_s / 1e-3, 2.0)
+        rates = rates.after_counted_jobs(10, 1000, 10 * 2e-3 + 1000 * 2e-6, LAYER)
     assert rates.counted_cpu.expert_s == pytest.approx(2e-3, rel=0.01)
+    assert rates.after_counted_jobs(0, 0, 1.0, LAYER) == rates
     assert rates.after_jobs(1.0, 0.5).counted_cpu == rates.counted_cpu
     assert rates.cpu == CpuExpertCost(1e-3, 1e-6)

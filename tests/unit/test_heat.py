@@ -19,6 +19,7 @@ from proa.machine.cost.heat import (
     STRICT,
     Heat,
     Swap,
+    choose_swaps,
     swap_threshold,
     swaps_with_room,
 )
@@ -75,6 +76,20 @@ def test_heat_can_be_foreseen(tokens: int) -> None:
     best = heat.best_half_life
     heat.observe(chosen, tokens, np.stack([resident] * 2))
     np.testing.assert_allclose(heat._heats[best], foreseen, rtol=1e-5)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(1, 9))
+def test_swaps_of_a_layer_are_those_found_one_after_another(data: st.DataObject, experts: int, most: int) -> None:
+    flags = st.lists(st.booleans(), min_size=experts, max_size=experts)
+    counts = data.draw(st.lists(st.integers(0, 12), min_size=experts, max_size=experts), label="heat")
+    resident, movable = (np.array(data.draw(flags, label=name)) for name in ("resident", "movable"))
+    heat, layer_heat = Heat(experts, [int(resident.sum())]), np.array(counts, np.float32)
+    want, now = list[Swap](), resident.copy()
+    while len(want) < most and (found := choose_swaps(layer_heat[None], now[None], movable[None], heat.threshold)):
+        want += [Swap(3, found[0].promote, found[0].evict)]
+        now[[found[0].promote, found[0].evict]] = True, False
+    assert heat.swaps_of(3, layer_heat, resident, movable, most) == want
 
 
 def test_noise_alone_causes_no_swap() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proa.hybrid.pass_state import Pass
 from proa.hybrid.pass_totals import Times
-from proa.machine.cost.prefill import LAYER, CpuExpertCost, PrefillRates, divide
+from proa.machine.cost.prefill import HALF, LAYER, CpuExpertCost, PrefillRates, divide
 from proa.native.doorbell import Counters
 
 
@@ -21,17 +21,25 @@ def after_layer(rates: PrefillRates, one: Pass, expert_bytes: int, jobs: Counter
     # That layer's job alone, and not the first of a pass, for which the workers wake up: with few experts it takes 1.1
     # to 2 times as long as the next ones (H200, 16 vCPUs).
     if at > 0 and jobs is not None and one.jobs is not None and jobs.jobs - one.jobs.jobs == 1:
-        rates = rates.after_counted_jobs(one.divisions[at].cpu_s, jobs.moe_s - one.jobs.moe_s)
+        rates = _after_jobs(rates, one.jobs, jobs, LAYER)
     return rates
 
 
-def after_pass(rates: PrefillRates, one: Pass, times: Times, cpu_s: float) -> PrefillRates:
-    """The rates after a pass during which the CPU had no other jobs. cpu_s: of its jobs."""
+def after_pass(rates: PrefillRates, one: Pass, times: Times, counters: Counters) -> PrefillRates:
+    """The rates after a pass during which the CPU had no other jobs. counters: of its jobs."""
     if one.typical:
         launches = one.chunks * len(one.divisions)
         rates = rates.after_launches(one.chunk_tokens, launches, times.own, times.experts)
     rates = rates.after_decisions(len(one.seen), times.decided)
-    return rates if one.routed else rates.after_jobs(sum(of.cpu_s for of in one.divisions), cpu_s)
+    if one.routed:
+        return rates
+    rates = rates.after_jobs(sum(of.cpu_s for of in one.divisions), counters.moe_s - one.before.moe_s)
+    return _after_jobs(rates, one.before, counters, HALF)
+
+
+def _after_jobs(rates: PrefillRates, before: Counters, after: Counters, weight: float) -> PrefillRates:
+    experts, pairs = after.experts - before.experts, after.pairs - before.pairs
+    return rates.after_counted_jobs(experts, pairs, after.moe_s - before.moe_s, weight)
 
 
 def after_no_job(

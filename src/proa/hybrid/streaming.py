@@ -448,8 +448,8 @@ class Streaming:
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
-        times, cpu_s, took_s = one.times(), counters.moe_s - one.before.moe_s, time.perf_counter() - one.began_s
-        self.rates = after_pass(self.rates, one, times, cpu_s)
+        times, took_s = one.times(), time.perf_counter() - one.began_s
+        self.rates = after_pass(self.rates, one, times, counters)
         if not jobs and not one.alone and self._asked.mode == "auto":
             layer = self._streamed[0]
             in_ram, chosen = self._in_ram(layer), self._chosen(self._in_ram(layer), self._layers[layer].experts)

@@ -75,10 +75,15 @@ def choose_swaps(heat: Heats, resident: Flags, movable: Flags, threshold: SwapTh
     hot, cold = outside[rows, hottest], inside[rows, coldest]
     possible = np.isfinite(hot) & np.isfinite(cold)
     hot, cold = np.where(possible, hot, 0.0), np.where(possible, cold, 0.0)
-    gain = hot - cold
-    worth = possible & (gain > threshold.least_gain + threshold.noise * np.sqrt(hot + cold))
-    order = np.argsort(-gain, kind="stable")
+    worth = possible & _is_worth(hot, cold, threshold)
+    order = np.argsort(cold - hot, kind="stable")
     return [Swap(int(i), int(hottest[i]), int(coldest[i])) for i in order if worth[i]]
+
+
+def _is_worth(hot: Heats, cold: Heats, threshold: SwapThreshold) -> Flags:
+    """Whether experts of these heats should swap places."""
+    found: Flags = hot - cold > threshold.least_gain + threshold.noise * np.sqrt(hot + cold)
+    return found
 
 
 def swaps_with_room(swaps: Sequence[Swap], sizes: Sequence[Size], spare: Mapping[Size, int]) -> list[Swap]:
@@ -195,12 +200,13 @@ class Heat:
         return kept + chosen.astype(np.float32) * np.float32(counted / tokens)
 
     def swaps_of(self, layer: int, heat: Heats, resident: Flags, movable: Flags, most: int) -> list[Swap]:
-        """Up to `most` swaps of one layer, by this heat of its experts and the present threshold. Arrays: [experts]."""
-        resident, found = resident.copy(), list[Swap]()
-        while len(found) < most:
-            swaps = choose_swaps(heat[None], resident[None], movable[None], self.threshold)
-            if not swaps:
-                break
-            found.append(Swap(layer, swaps[0].promote, swaps[0].evict))
-            resident[[swaps[0].promote, swaps[0].evict]] = True, False
-        return found
+        """Up to `most` swaps of one layer, by this heat of its experts and the present threshold. Arrays: [experts].
+
+        The swaps that `choose_swaps` finds one after another: an expert that was swapped never swaps again."""
+        outside, inside = (~resident & movable).nonzero()[0], (resident & movable).nonzero()[0]
+        hottest = outside[np.argsort(-heat[outside], kind="stable")][:most]
+        coldest = inside[np.argsort(heat[inside], kind="stable")][:most]
+        count = min(len(hottest), len(coldest))
+        worth = _is_worth(heat[hottest[:count]], heat[coldest[:count]], self.threshold)
+        count = count if worth.all() else int(worth.argmin())
+        return [Swap(layer, int(promote), int(evict)) for promote, evict in zip(hottest[:count], coldest, strict=False)]

@@ -60,12 +60,12 @@ class PrefillRates:
     cpu: CpuExpertCost
     gpu_s: Mapping[int, GpuCost] = field(default_factory=dict)  # by the number of bits of the number of tokens
     decide_s: float = DECIDE_S  # from a layer's routing until the GPU and the CPU go on by it
-    by_tokens: CpuExpertCost | None = None  # the CPU's, if the tokens of each expert are known; None: not measured yet
+    by_tokens: CpuExpertCost | None = None  # the CPU's, by what its jobs had; None: not measured yet
 
     @property
     def counted_cpu(self) -> CpuExpertCost:
         """The CPU's cost for experts whose tokens are known. With `cpu` all count as alike, though those that are left
-        to the CPU have fewer tokens than others: it is lower where a few are hot."""
+        to the CPU have fewer tokens than others: it is lower where a few are hot. Both are measured in each pass."""
         return self.by_tokens or self.cpu
 
     def gpu(self, tokens: int) -> GpuCost:
@@ -82,11 +82,12 @@ class PrefillRates:
         factor = _bounded(nbytes / took_s / self.copy_bytes_per_s)
         return replace(self, copy_bytes_per_s=self.copy_bytes_per_s * (1 + weight * (factor - 1)))
 
-    def after_counted_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
-        """The rates after a CPU job of a layer, whose tokens were known, took this long."""
+    def after_counted_jobs(self, experts: int, pairs: int, took_s: float, weight: float) -> PrefillRates:
+        """The rates after CPU jobs of so many experts and pairs took this long."""
+        predicted_s = self.counted_cpu.seconds(experts, pairs)
         if predicted_s <= 0 or took_s <= 0:
             return self
-        factor = 1 + LAYER * (_bounded(took_s / predicted_s) - 1)
+        factor = 1 + weight * (_bounded(took_s / predicted_s) - 1)
         return replace(self, by_tokens=self.counted_cpu.scaled(factor))
 
     def after_jobs(self, predicted_s: float, took_s: float) -> PrefillRates:
