@@ -12,7 +12,17 @@ import pytest
 
 from gguf_blocks import random_blocks
 from isas import ISAS
-from packing import CASES, Packed, Weights, bf16_bits, bf16_values, e2m1_values, pack_blocks, random_weights
+from packing import (
+    CASES,
+    Packed,
+    Weights,
+    bf16_bits,
+    bf16_values,
+    e2m1_values,
+    e4m3_values,
+    pack_blocks,
+    random_weights,
+)
 from proa.native.formats import Format, Stored, facts, gguf_kept, kept_form, layout
 from proa.native.library import library
 from proa.native.pool import Pool
@@ -100,6 +110,23 @@ def test_every_code_of_e4m3(pool):
             np.nan if code & 127 == 127 else (8 + fraction if exponent else fraction) * 2.0 ** (max(exponent, 1) - 10)
         )
         np.testing.assert_array_equal(got[0, code], np.float32(-size if code & 128 else size), err_msg=f"{code:#x}")
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 1.0 + 2.0**-9, -0.0123, 0.0, 1e-30, 1e36, np.nan])
+def test_every_code_of_e4m3_times_a_scale_of_all_rows(pool, scale):
+    """For few tokens and for many, whose weights are rounded to bfloat16. Each token's only activation is 1; those of 0
+    times a product that is not finite are NaN."""
+    codes = np.arange(256, dtype=np.uint8)[:, None].repeat(64, 1)
+    scales = np.array([[scale, 2.0]] * 2, np.float32)  # of rows 0 to 127 and 128 to 255, and of two groups of columns
+    w = Weights(Format.FP8_PANEL, 32, codes, codes, {"codes": codes, "scales": scales}, scale_rows=128)
+    exact = e4m3_values(codes) * scales[:1].astype(np.float64).repeat(32, 1)
+    finite = (np.abs(exact) < 3.38e38).all(1)  # bfloat16 ends at 3.39e38
+    for tokens in (1, 5, 64, 128):
+        got = product(pool, Packed([w]), np.tile(bf16_bits(np.eye(64)), (2, 1))[:tokens], 256).T
+        want = np.tile(exact, (1, 2))[finite, :tokens]
+        assert (np.abs(got[finite] - want) <= (HALF_ULP_BF16 if tokens >= 16 else 2.0**-23) * np.abs(want)).all()
+        assert (np.sign(got[finite]) == np.sign(want)).all()
+        assert not np.isfinite(got[~finite]).any()
 
 
 @pytest.mark.parametrize("apart", [0, 1], ids=["alike", "of-each-row"])
