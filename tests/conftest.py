@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 pytest_plugins = ["crash_reports"]
 SAMPLED = pytest.StashKey[tuple[int, int]]()  # how many cases of how many
+MUCH_VRAM_BYTES = 64 << 20
 HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
 collect_ignore_glob = [] if HAVE_TRITON else ["*/test_triton_*.py", "*/test_check_kernels.py"]
 
@@ -111,10 +112,13 @@ def _subnormals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _vram() -> Iterator[None]:
-    """An engine in this process leaves the rest of the VRAM to others, for good."""
+    """An engine in this process leaves the rest of the VRAM to others, for good; and what it had itself is not counted
+    as the next engine's."""
     yield
     if HAVE_GPU:
         torch.cuda.memory.set_per_process_memory_fraction(1.0)
+        if torch.cuda.memory_allocated() > MUCH_VRAM_BYTES:
+            gc.collect()  # engines have cycles
 
 
 @pytest.fixture
