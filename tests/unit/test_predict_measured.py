@@ -100,15 +100,16 @@ def test_deterministic_prompts_of_an_h200(tokens: int, mode: str, most: float, t
     assert seconds(True, "auto") <= most * seconds(False, mode)
 
 
-# Seconds to the first token without experts in VRAM, on H200s with AMX, 2026-11-28 (docs/lab/prefill-h200.md); layers,
-# format, and the part of VRAM that may be used, in GiB: all or little.
+# Seconds to the first token without experts in VRAM, on H200s with AMX, 2026-11-28, Qwen3-30B-A3B with up to 2048 tokens
+# 2026-11-29 (docs/lab/prefill-h200.md); layers, format, and the part of VRAM that may be used, in GiB: all or little.
 OTHER_PROMPTS = {
     ("deepseek-ai/DeepSeek-V3", 6, "fp8", 32): {2048: 0.468, 4096: 0.558, 8192: 0.689, 16384: 0.903, 32768: 2.022},
     ("Qwen/Qwen3-Next-80B-A3B-Instruct", 16, "int4", 140): {8192: 0.272, 16384: 0.282, 32768: 0.365},
     ("Qwen/Qwen3-30B-A3B", 24, "int4", 140): {
-        64: 0.099, 128: 0.100, 512: 0.121, 2048: 0.155, 4096: 0.158, 8192: 0.157, 16384: 0.256, 32768: 0.684,
+        64: 0.077, 128: 0.082, 512: 0.116, 2048: 0.153, 4096: 0.158, 8192: 0.157, 16384: 0.256, 32768: 0.684,
     },
-    ("Qwen/Qwen3-30B-A3B", 24, "fp8", 140): {64: 0.142, 512: 0.183, 2048: 0.249, 4096: 0.277},
+    ("Qwen/Qwen3-30B-A3B", 24, "fp8", 140): {64: 0.122, 128: 0.127, 512: 0.165, 2048: 0.231, 4096: 0.277},
+    ("Qwen/Qwen3-30B-A3B", 24, "bf16", 140): {64: 0.235, 128: 0.248, 512: 0.296, 2048: 0.374, 4096: 0.455},
 }  # fmt: skip
 
 
@@ -119,7 +120,7 @@ OTHER_PROMPTS = {
 def test_prompts_of_other_models(
     name: str, layers: int, form: str, vram_gib: int, tokens: int, measured_s: float, tmp_path: Path
 ) -> None:
-    """Within 15 %, but for the shortest in int4, in rings of several groups of experts too."""
+    """Within 15 %, in rings of several groups of experts too."""
     box = Box(4350 * GB, 150 * GB, pcie=55.1 * GB, cpu_flops=22e12, gpu_flops=765e12)
     asked = EngineOptions(
         cache=CacheOptions(context=tokens + 64), scheduler=SchedulerOptions(max_running=4),
@@ -128,8 +129,7 @@ def test_prompts_of_other_models(
     prepared = planned(tmp_path, cut_to(name, layers, form), box.machine, asked, 150 * GB, isa="amx")
     found = prefill(prepared.plan, work_for(prepared), speeds_of(prepared.plan, box.rates), tokens)
     assert tokens / found.limit_tokens_per_s < measured_s
-    least = 0.8 if (form, tokens) == ("int4", 64) else 0.85
-    assert least * measured_s < found.seconds < 1.15 * measured_s
+    assert 0.85 * measured_s < found.seconds < 1.15 * measured_s
 
 
 # Tokens/s of all requests together by their number, on an H200 with AMX, 2026-11-27 (docs/performance.md): layers,
