@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 HALF = 0.5  # weight of the latest measurement, of a pass
-LONGER = 0.25  # of a GPU time that is longer than before: the host may have been late with the launches
-UNMEASURED = 0.25  # share of the way back to its trial that the CPU's cost goes after a pass that did not measure it
 LAYER = 0.25  # and of one layer
+LONGER = 0.25  # and of a GPU time that is longer than before: the host may have been late with the launches
+UNMEASURED = 0.25  # share of the way back to its trial that the CPU's cost goes after a pass that did not measure it
 ABOUT = 1.03  # divisions that take this much longer than the fastest count as equally fast
 DECIDE_S = 2e-4  # of reading a layer's routing and dividing its experts by it, until that is measured
 LEAD = 1.25  # copies queued before the routing is known take so many times as long as the GPU is expected to need
