@@ -194,7 +194,7 @@ def _copiers(device: torch.device) -> Copiers:
     return Copiers(HostCopier(), HostCopier())
 
 
-MOST_EXPERTS = 64  # of a tiny layer, at least
+MOST_EXPERTS = 256  # of a tiny model's layers, at least
 
 
 def _prompts(split: Split, device: torch.device, most_ids: int) -> PromptParts | None:

@@ -39,6 +39,14 @@ def decode(executor: Executor[Any], at: int) -> None:
     assert executor.wait(step).faults == {}
 
 
+def divided_in_half(streaming: Streaming) -> int:
+    """Copy half of each layer's experts in RAM, at any rates. Returns their number."""
+    half = len(streaming._layers[0].in_ram) // 2
+    division = Division(half, 1.0, 1.0)
+    streaming._divided = lambda tokens, chunks, share: [division] * len(streaming._streamed)  # type: ignore[method-assign]
+    return half
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("every", [True, False])
@@ -149,6 +157,42 @@ def test_a_cancelled_pass_leaves_the_next_one_right(device: str, load: Load) -> 
     again = passed(executor, batch)
     torch.testing.assert_close(again, want, atol=0.12, rtol=0.05)  # the rates change the division
     assert (again - want).abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("probed", [0, ALL_LAYERS])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "ring"), [(192, WHOLE), (48, WHOLE), (192, FEW["qwen3-moe"])])
+def test_without_moving_experts_heat_is_what_passes_chose(
+    rows: int, ring: int, device: str, probed: int, load: Load
+) -> None:
+    """No expert moves, so that nothing else counts choices: the next pass copies those that the last ones chose most.
+    Passes of one chunk and of several, in one group a layer and in several."""
+    keep: list[Kept] = []
+    executor = load("qwen3-moe", Split(0.0, prefill="auto", ring_bytes=ring), device, rows=rows, keep=keep)
+    streaming, batch, copied = streaming_of(keep), StepBatch(spans(prompts([100]))), dict[int, list[int]]()
+    streaming.probed_layers = probed
+    half = divided_in_half(streaming)
+    chosen = streaming._asked.top_k * batch.num_tokens
+    for number in range(3):
+        streaming.rates = EQUAL_SIDES
+        step = executor.launch_in_parts(batch)
+        one = streaming._pass
+        assert one is not None
+        if number:
+            for layer in streaming._streamed:
+                copied[layer] = sorted(e for group in one.groups if group.layer == layer for e in group.experts)
+        while not executor.advance(step, 1):
+            pass
+        executor.sample(step, (), ())
+        assert executor.wait(step).faults == {}
+        seen = streaming._seen
+        assert seen is not None
+        assert (seen.sum(1) == chosen).all(), "the same prompt each time"
+        for layer, experts in copied.items():
+            coldest = seen[layer, experts].min()
+            left = [e for e in range(seen.shape[1]) if e not in experts]
+            assert len(experts) <= half
+            assert not experts or coldest >= seen[layer, left].max()
 
 
 @pytest.mark.parametrize("device", DEVICES)

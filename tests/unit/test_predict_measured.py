@@ -100,8 +100,9 @@ def test_deterministic_prompts_of_an_h200(tokens: int, mode: str, most: float, t
     assert seconds(True, "auto") <= most * seconds(False, mode)
 
 
-# Seconds to the first token without experts in VRAM, on H200s with AMX, 2026-11-28, Qwen3-30B-A3B with up to 2048 tokens
-# 2026-11-29 (docs/lab/prefill-h200.md); layers, format, and the part of VRAM that may be used, in GiB: all or little.
+# Seconds to the first token without experts in VRAM, on H200s with AMX, 2026-11-28 (Qwen3-30B-A3B with up to 2048
+# tokens 2026-11-29; docs/lab/prefill-h200.md); layers, format, and the part of VRAM that may be used, in GiB: all or
+# little.
 OTHER_PROMPTS = {
     ("deepseek-ai/DeepSeek-V3", 6, "fp8", 32): {2048: 0.468, 4096: 0.558, 8192: 0.689, 16384: 0.903, 32768: 2.022},
     ("Qwen/Qwen3-Next-80B-A3B-Instruct", 16, "int4", 140): {8192: 0.272, 16384: 0.282, 32768: 0.365},

@@ -30,7 +30,7 @@ def after_pass(rates: PrefillRates, one: Pass, times: Times, counters: Counters)
     if one.typical:
         launches = one.chunks * len(one.divisions)
         rates = rates.after_launches(one.chunk_tokens, launches, times.own, times.experts)
-    rates = rates.after_decisions(len(one.seen), times.decided)
+    rates = rates.after_decisions(one.decided, times.decided)
     if one.routed:
         return rates
     rates = rates.after_jobs(sum(of.cpu_s for of in one.divisions), counters.moe_s - one.before.moe_s)

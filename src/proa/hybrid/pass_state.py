@@ -46,6 +46,7 @@ class Pass:
     before: Counters  # of the CPU's jobs when the pass began
     alone: bool = False  # the device computes all experts: the CPU gets no job
     heat: NDArray[np.float32] | None = None
+    own_heat: bool = False  # heat is what passes chose
     routed: bool = False
     promotes: bool = False
     typical: bool = True
@@ -59,7 +60,7 @@ class Pass:
     tail: list[int] = field(default_factory=list)
     divided: Divided | None = None
     gain_s: float = 0.0
-    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by layer: `chosen`
+    decided: int = 0  # layers divided by their routing
     jobs: Counters | None = None  # the CPU's, when the layer before was divided
     counts: Fetched | None = None  # of the layer's choices, for promotions
     began_s: float = field(default_factory=time.perf_counter)

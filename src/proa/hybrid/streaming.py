@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ from proa.hybrid.promotions import Promotions
 from proa.hybrid.ring import Group, Ring, groups_of
 from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
-from proa.hybrid.uploads import Uploads, transfers_of
+from proa.hybrid.uploads import Fetched, Uploads, transfers_of
 from proa.machine.cost.prefill import (
     PROBED_LAYERS,
     Division,
@@ -86,13 +86,16 @@ class Streaming:
         self.ring, self._layers, self._tables, self._uploads, self._asked = ring, layers, tables, uploads, asked
         self._streamed = [i for i, layer in enumerate(layers) if layer.cpu_computes]  # in the order of the model
         sets = max((ring.groups(i, len(layers[i].in_ram)) for i in self._streamed), default=1)
-        self.overlay = Overlay(tables, sets)
+        # Passes count choices where nothing else does, if it matters which experts are copied.
+        self.overlay = Overlay(tables, sets, counted=tables.counted or asked.mode == "auto")
+        self._counts = np.zeros(tables.counts.shape, np.int32)  # until the last look
+        self._fetched: Fetched | None = None  # counts behind the last pass
         self._pieces = {i: layers[i].pieces() for i in self._streamed}
         self._free: list[Any] = [None] * BANKS  # reached once no launch reads the bank
         self._pass: Pass | None = None
         self._launched: Pass | None = None  # launched whole, not yet measured
         self._active = False
-        self._seen: NDArray[np.float32] | None = None  # [layers, experts], tokens in passes divided by their routing
+        self._seen: NDArray[np.float32] | None = None  # [layers, experts], choices of passes that had no other heat
         self._later: Callable[[], None] | None = None  # launches the wait for the CPU's sum of a chunk
         self._probes, self._trial = Probes(), rates.cpu
         self._begun = Counter[int]()  # passes, by the number of bits of their chunks' tokens
@@ -142,20 +145,22 @@ class Streaming:
     ) -> None:  # fmt: skip
         """Begin a pass of `tokens` tokens in `chunks` chunks; start the copies of its first layers.
 
-        heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: unknown. counters: of
-        the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see Session.begin_pass.
+        heat: [layers, experts], how often each expert is chosen, to stream the most chosen; None: as often as former
+        passes did. counters: of the CPU's jobs so far. promotes: hot experts may take the slots of others. beside: see
+        Session.begin_pass.
         """
         divisions = self._divided(tokens, chunks, beside or 0.0)
         alone = beside is not None and all(map(self._is_whole, self._streamed, divisions))
         routed = not alone and self._is_routed(tokens, chunks)
         promotes &= not alone  # decode steps that run at the same time may read the slots
+        own, self._fetched = heat is None and self._asked.mode == "auto", None  # a fetch ends the one before
         heat = self._seen if heat is None else heat
         groups = list[Group]()
         for layer, division in zip(self._streamed, divisions, strict=True):
             count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
             experts = self._in_order(layer, self._hottest(layer, heat)[:count])
             groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
-        one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, routed, promotes, left=chunks)
+        one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, own, routed, promotes, left=chunks)
         self._pass = one
         one.typical = self._begun[one.chunk_tokens.bit_length()] >= FIRST_SKIPPED
         self._begun[one.chunk_tokens.bit_length()] += 1
@@ -285,7 +290,7 @@ class Streaming:
         one.jobs = divided.jobs
         one.divisions[at] = divided.of
         self._count(one, divided.of.streamed, len(divided.tokens_of))
-        one.seen[layer] = one.chosen
+        one.decided += 1
         if at + 1 == self.probed_layers:
             self._probes.note(one.tokens, gained=one.gain_s > 0)
             if one.gain_s <= 0:
@@ -314,13 +319,14 @@ class Streaming:
             return 0.0
         return max(0.0, one.copied_s - time.perf_counter())
 
-    def _see(self, seen: Mapping[int, NDArray[np.int64]]) -> None:
-        """Note a whole pass's routing, for passes without another heat: that of the first layers alone would show less
-        and less gain, and the others would keep their former heat."""
-        if self._seen is None:
-            self._seen = np.zeros((len(self._layers), self._tables.experts), np.float32)
-        for layer, chosen in seen.items():
-            self._seen[layer, : len(chosen)] = (self._seen[layer, : len(chosen)] + chosen) / 2
+    def _see(self) -> None:
+        """Note what passes chose since the last look, for those without another heat."""
+        if self._fetched is None:
+            return
+        now = self._fetched.wait().reshape(self._counts.shape).copy()
+        chosen = (now - self._counts).astype(np.float32)  # int32 wraps as the device's counters do
+        self._seen = chosen if self._seen is None else np.float32(0.5) * (self._seen + chosen)
+        self._counts, self._fetched = now, None
 
     def _publish(self, one: Pass) -> None:
         """Send the tables of the pass, on the current stream. A kernel reads them from pinned memory, so that they do
@@ -420,6 +426,8 @@ class Streaming:
         if not one.routed and ahead < len(one.groups):
             self._copy(one, ahead, one.groups[ahead].experts)
         one.at, one.left = one.at + 1, one.chunks
+        if one.at == len(one.groups) and one.own_heat:
+            self._fetched = self._uploads.fetch(self._tables.counts)
 
     def end(self) -> float:
         """The pass was launched whole, or is given up: then all its launches have ended. Returns the fraction of the
@@ -429,9 +437,7 @@ class Streaming:
             return 0.0
         if one.at == len(one.groups):
             self._launched = one
-            if one.routed:
-                self.totals.routed += 1
-                self._see(one.seen)
+            self.totals.routed += one.routed
         return one.streamed / max(1, sum(map(self._in_ram, self._streamed)))
 
     def measure(self, counters: Counters) -> None:
@@ -439,6 +445,7 @@ class Streaming:
         one, self._launched = self._launched, None
         if one is None:
             return
+        self._see()
         seconds = [upload.seconds() for uploads in one.uploads.values() for upload in uploads]
         if None in seconds:
             return

@@ -32,7 +32,8 @@ class Tables:
     owners: int32 [layers, experts of the largest layer], by the host's tables: the rank that computes the expert, or
     CPU. An expert of another rank is computed neither by this device nor by the CPU: it has no address and no number.
 
-    counts: int32 [layers, experts of the largest layer], choices of each expert so far, modulo 2^32, if `counted`.
+    counts: int32 [layers, experts of the largest layer], choices of each expert so far, modulo 2^32, if `counted`; else
+    those of passes of prompts, if their own tables count (Overlay).
     in_place: the GPU can read experts in RAM.
     """
 
@@ -147,11 +148,12 @@ class Overlay:
     `residency[g][i]`: the table of layer i, valid from `publish` on, as long as no expert moves.
     """
 
-    def __init__(self, tables: Tables, sets: int) -> None:
+    def __init__(self, tables: Tables, sets: int, *, counted: bool) -> None:
+        """counted: choices that are located by set 0 are counted."""
         self._tables = tables
         self._device = tables.empty_rows().repeat(sets, 1, 1)
         self.residency = [
-            tables.views(rows, in_place=False, counted=tables.counted and number == 0)
+            tables.views(rows, in_place=False, counted=counted and number == 0)
             for number, rows in enumerate(self._device)
         ]
         self._of_layer = list(self._device[0])

@@ -216,8 +216,9 @@ class GpuBuild:
         memory = first_shared(self._hybrid)
         rates = PrefillRates(measured_upload(memory, self._device), try_cpu(memory, self.pool, top_k(self._spec)))
         self._decisions.append(rates_row(rates, memory))
-        most_ids = self._plan.max_batch_tokens * top_k(self._spec)  # also the counts of a layer's experts
-        most_ids = max(most_ids, *(layer.memory.experts for layer in self._hybrid.layers))
+        layers = self._hybrid.layers
+        counts = len(layers) * max(layer.memory.experts for layer in layers)  # fetched too
+        most_ids = max(counts, self._plan.max_batch_tokens * top_k(self._spec))
         uploads = GpuUploads(self._device, most_ids)
         return PromptParts(uploads, gpu.ring_bytes, rates, pass_mode(self._plan))
 
