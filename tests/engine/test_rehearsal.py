@@ -48,6 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"gpu_experts": "3", "max_itl": "none", "doorbell": "memops"},
     "qwen2": {},
     "qwen2-moe": {"gpu_experts": "3", "deterministic": True},
+    "mixtral": {"gpu_experts": "none"},  # its passes count choices, since nothing else does
 }
 SWEPT_ROWS = 64  # how many small numbers of rows are tried: all, in a sample a quarter
 # A kernel with one variant per shape of weights may have as many as shapes; all others have few.

@@ -362,15 +362,18 @@ class _NoUploads:
         return HostMark(0.0)
 
     def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
-        return _NoIds()
+        return _NoIds(ids.numel())
 
     def close(self) -> None:
         pass
 
 
+@dataclass(frozen=True)
 class _NoIds:
+    count: int
+
     def wait(self) -> NDArray[np.int32]:
-        return np.zeros(0, np.int32)
+        return np.zeros(self.count, np.int32)
 
 
 class _NoUpload:
