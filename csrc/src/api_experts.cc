@@ -35,6 +35,7 @@ proa::PoolOptions pool_options(const proa_pool_options& o) {
     require(o.lanes >= 1, "A pool must have at least one lane.");
     proa::PoolOptions options;
     options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo, options.lanes = o.lanes;
+    options.nice = o.nice;
     options.teams = lists(o.cpus, o.team_begin, o.teams);
     if (o.homes) options.homes = lists(o.homes, o.home_begin, o.teams);
     for (const auto& home : options.homes)

@@ -240,6 +240,7 @@ DoorbellCounters Doorbell::counters() const {
 }
 
 void Doorbell::serve() {
+    host_->pool.lower_priority();
     auto idle_since = Clock::now();
     uint32_t last = 0;
     for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -281,7 +282,12 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     lane.done.fetch_add(1, std::memory_order_release);
 }
 
+void Pool::lower_priority() const {
+    [[maybe_unused]] const int now = nice(options_.nice);  // of this thread alone, on Linux
+}
+
 void Pool::serve(Worker& worker) {
+    lower_priority();
     [[maybe_unused]] const FlushSubnormals flush;
     int64_t idle_since = 0;
     while (!stop_.load(std::memory_order_relaxed)) {

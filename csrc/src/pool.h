@@ -76,6 +76,7 @@ struct PoolOptions {
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
     bool redo = true;                          // repeat tasks of a preempted worker, unless the phase is at_home
     int lanes = 1;                             // callers that may run phases at the same time; at least 1
+    int nice = 0;                              // what is added to the workers' nice value
     void (*taken_for_test)() = nullptr;        // called between taking a task and beginning it
     void (*starting_for_test)() = nullptr;     // called before a thread is started; may throw as starting it may
 };
@@ -117,6 +118,9 @@ class Pool {
     // cannot wake them. Thread-safe.
     void keep_awake();
     void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
+
+    // Lowers the calling thread's priority to that of the workers. Call it once in a thread.
+    void lower_priority() const;
 
     // Waits until no worker is inside a task function. Before that a late worker may still read the inputs of a task
     // that another one has repeated and finished. Callers must call it before they free or reuse inputs.

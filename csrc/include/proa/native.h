@@ -97,6 +97,7 @@ typedef struct proa_pool_options {
     const int32_t* homes;       // null, or the CPUs that any worker of a team may run on, team by team
     const int32_t* home_begin;  // [teams + 1] into homes
     int32_t lanes;              // at least 1: threads that may call at the same time, each with a lane of its own
+    int32_t nice;               // what is added to the workers' nice value
 } proa_pool_options;
 
 // Writes the name of the kernels that a pool with this `isa` gets, and why it gets no better ones: "" if there are

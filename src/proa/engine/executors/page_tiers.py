@@ -27,6 +27,7 @@ from proa.engine.executors.restore_rates import RestoreRates, Tier
 from proa.engine.executors.state_parts import StateParts
 from proa.engine.scheduling.tiers import Entry, Restore, Run, Store
 from proa.engine.stats import PrefixFileStats, PrefixRamStats
+from proa.native.pool import WORKER_NICE
 from proa.ops.caches import Caches
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 READERS = 2
 BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
 _WARM_UP_S = 60.0  # more than any warm-up takes: then a thread has failed
-_WRITER_NICE = 10  # a tenth of the CPU time of a thread that computes; at 19 the writer stalls for seconds
+_WRITER_NICE = WORKER_NICE + 10  # a tenth of a worker's CPU time; with much less the writer stalls for seconds
 
 
 class EntryCopies:
@@ -96,7 +97,7 @@ class PageTiers:
         self._own = threading.local()
         self._kept: list[EntryCopies] = []  # of all threads: a forked process drops what only a threading.local holds
         self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
-        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (0,))
+        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (WORKER_NICE,))
         self._keeping_up: Future[None] = Future()
         self._keeping_up.set_result(None)
         self._lock = threading.Lock()
@@ -195,7 +196,7 @@ class PageTiers:
         with suppress(OSError):  # not permitted: the thread keeps the affinity or priority that it has
             os.sched_setaffinity(0, self._cpus)
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+            os.nice(nice)  # of this thread alone, on Linux
         self._own.copies = self._new_copies()
         self._kept.append(self._own.copies)
         if self._files is not None:
