@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from typing import Any
+from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from proa.errors import NativeError
 
@@ -20,30 +17,13 @@ LIBRARY = "libcuda.so.1"
 # or, under some drivers, neither.
 _64_BIT_STREAM_MEM_OPS = 122
 _WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND
-_BATCHES_SINCE = 12080  # CUDA 12.8: the first version with cuMemcpyBatchAsync
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _REMEDY = "`proa doctor` shows the driver; `--doorbell auto` takes what works."
 
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: how a batch reads its sources. Locations are hints, for managed memory alone."""
-
-    _fields_ = [("order", c_int), ("source_hint", c_int * 2), ("to_hint", c_int * 2), ("flags", c_uint)]
-
-
-_ATTRIBUTES = _CopyAttributes(order=_IN_STREAM_ORDER)  # of all copies of a batch,
-_FROM_FIRST = c_size_t(0)  # from its first one on
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuDriverGetVersion": (c_void_p,),
+_SIGNATURES = {
     "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuMemHostGetDevicePointer_v2": (c_void_p, c_void_p, c_uint),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    # with the index of the copy that failed, as in CUDA 12.8; the driver of CUDA 13 has both
-    "cuMemcpyBatchAsync": (
-        *(c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t),
-        *(POINTER(c_size_t), c_void_p),
-    ),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
@@ -66,11 +46,6 @@ class Driver:
         self._call("cuDeviceGetAttribute", ctypes.addressof(found), _64_BIT_STREAM_MEM_OPS, device.index or 0)
         return bool(found.value)
 
-    def has_copy_batches(self) -> bool:
-        found = c_int()
-        self._call("cuDriverGetVersion", ctypes.addressof(found))
-        return found.value >= _BATCHES_SINCE
-
     def device_address(self, host_address: int) -> int:
         """Return the device address of pinned host memory."""
         found = c_uint64()
@@ -90,14 +65,6 @@ class Driver:
         """Copy from pinned memory."""
         self._call("cuMemcpyHtoDAsync_v2", to, source, nbytes, stream)
 
-    def copy_batch_to_device(self, stream: int, copies: NDArray[np.uint64]) -> None:
-        """Copy from pinned memory, in any order. copies [3, n], contiguous: addresses on the device, in RAM, and bytes.
-        The driver must have batches; the stream must not be the legacy default one."""
-        to, source, nbytes = (row.ctypes.data for row in copies)
-        failed, count = c_size_t(), copies.shape[1]
-        of_all = (ctypes.byref(_ATTRIBUTES), ctypes.byref(_FROM_FIRST), 1, ctypes.byref(failed))
-        self._call("cuMemcpyBatchAsync", to, source, nbytes, count, *of_all, stream)
-
     def store(self, stream: int, device_address: int, value: int) -> None:
         """Store 32 bits, as a release: a reader that sees the value sees what the stream wrote before."""
         self._call("cuStreamWriteValue32_v2", stream, device_address, value, 0)
@@ -110,7 +77,7 @@ class Driver:
         """Call `void function(void*)` on a thread of the driver."""
         self._call("cuLaunchHostFunc", stream, function, argument)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: int) -> None:
         function = self._functions.get(name) or self._function(name)
         if code := function(*arguments):
             raise NativeError(f"{name} failed: {error_name(self._cuda, code)}.", _REMEDY)

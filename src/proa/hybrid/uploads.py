@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -23,10 +23,6 @@ from proa.ops.host_block import HostBlock
 
 # Longest single copy: a step's small copies share the copy engine and wait for one of these at most, 150 us at 55 GB/s.
 MOST_BYTES = 8 << 20
-# Copies that the driver gets at once: between two that it gets one by one the copy engine pauses for 3 us. H200, GB/s
-# one by one and in batches, experts of Qwen3-30B-A3B in random order: bf16 53.4 and 55.0, fp8 51.8 and 55.0, int4 49.1
-# and 54.5. The first copy waits until the driver has prepared its batch: 53.9, 53.8 and 51.5 with batches of 800.
-BATCH = 40
 MEASURED_BYTES = 256 << 20
 
 
@@ -53,17 +49,6 @@ def transfers_of(numbers: Sequence[int], pieces: Sequence[Piece], to: int) -> li
             found.append(Transfer(to + first * piece.nbytes, source, (i - first) * piece.nbytes))
             first = i
     return found
-
-
-def batches_of(transfers: Sequence[Transfer]) -> Iterator[NDArray[np.uint64]]:
-    """The copies in batches, for the driver: [3, at most BATCH], each of at most MOST_BYTES."""
-    pieces = [
-        (transfer.to + first, transfer.source + first, min(MOST_BYTES, transfer.nbytes - first))
-        for transfer in transfers
-        for first in range(0, transfer.nbytes, MOST_BYTES)
-    ]
-    for first in range(0, len(pieces), BATCH):
-        yield np.array(pieces[first : first + BATCH], np.uint64).T.copy()
 
 
 class Upload(Protocol):
@@ -114,8 +99,6 @@ class GpuUploads:
     def __init__(self, device: torch.device, most_ids: int = 0) -> None:
         """most_ids: of a fetch."""
         self._driver, self._device = Driver(), device
-        self.in_batches = self._driver.has_copy_batches()
-        self._copy = self._driver.copy_batch_to_device if self.in_batches else self._one_by_one
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._fetched = HostBlock((most_ids,), torch.int32, device)
 
@@ -125,14 +108,12 @@ class GpuUploads:
             self._stream.wait_event(after.event)
         begin.record(self._stream)
         stream = self._stream.cuda_stream
-        for copies in batches_of(transfers):
-            self._copy(stream, copies)
+        for transfer in transfers:
+            for first in range(0, transfer.nbytes, MOST_BYTES):
+                nbytes = min(MOST_BYTES, transfer.nbytes - first)
+                self._driver.copy_to_device(stream, transfer.to + first, transfer.source + first, nbytes)
         end.record(self._stream)
         return _GpuUpload(self._device, begin, end)
-
-    def _one_by_one(self, stream: int, copies: NDArray[np.uint64]) -> None:
-        for to, source, nbytes in copies.T.tolist():
-            self._driver.copy_to_device(stream, to, source, nbytes)
 
     def mark(self) -> GpuMark:
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from proa.engine.building.compiling import Compiling
 from proa.engine.building.cpu_side import CpuSide
 from proa.engine.building.gpu_plan import (
     HALF_READ,
-    ONE_BY_ONE,
     STEP_AHEAD,
     cuda_index,
     decode_tokens,
@@ -221,8 +220,6 @@ class GpuBuild:
         counts = len(layers) * max(layer.memory.experts for layer in layers)  # fetched too
         most_ids = max(counts, self._plan.max_batch_tokens * top_k(self._spec))
         uploads = GpuUploads(self._device, most_ids)
-        if not uploads.in_batches:
-            self._decisions.append(ONE_BY_ONE)
         return PromptParts(uploads, gpu.ring_bytes, rates, pass_mode(self._plan))
 
     def _co_fetch(self, spaces: GpuSpaces, registered: Registered) -> CoFetch | None:

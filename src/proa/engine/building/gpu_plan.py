@@ -22,10 +22,6 @@ from proa.types import Decision
 
 STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")  # 026
 HALF_READ = Decision("co-fetch", "auto", "half", "half of the missed experts, whatever the rates")
-ONE_BY_ONE = Decision(
-    "prefill copies", "in batches", "one by one",
-    "the driver is older than CUDA 12.8: experts reach the GPU 3 to 10 % slower; a newer driver copies them in batches",
-)  # fmt: skip
 
 
 def top_k(spec: Model) -> int:
