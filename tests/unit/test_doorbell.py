@@ -19,7 +19,7 @@ from bell_cases import EXPERTS, WIDTH, Layer
 from native_hooks import kill_worker
 from proa.errors import NativeError, NumericsError
 from proa.native.doorbell import FORESEEN_ROWS, PROBE_LAYER, Doorbell, JobSize, Memory, Service, Way, block_layout
-from proa.native.pool import WORKER_NICE, Pool
+from proa.native.pool import Pool
 
 SIZE = JobSize(most_tokens=5, top_k=2, hidden=64)
 
@@ -137,7 +137,8 @@ def test_functions_that_a_driver_calls(dies: bool) -> None:
             _ = rig.bell.calls
 
 
-def test_other_threads_run_before_workers_and_the_doorbell() -> None:
+@pytest.mark.parametrize("more", [0, 5])
+def test_the_nice_value_of_workers_and_the_doorbell(more: int) -> None:
     def threads() -> set[int]:
         return set(map(int, os.listdir("/proc/self/task")))
 
@@ -145,11 +146,11 @@ def test_other_threads_run_before_workers_and_the_doorbell() -> None:
         return os.getpriority(os.PRIO_PROCESS, thread)
 
     own, before = nice(), threads()
-    with Pool([[0, 0]], pin=False) as pool:
+    with Pool([[0, 0]], pin=False, nice=more) as pool:
         rig = Rig(pool)
         rig.bell.arm()
         assert rig.ring(), "its thread has begun"
-        lowered, began = [own + WORKER_NICE] * 3, time.monotonic()
+        lowered, began = [own + more] * 3, time.monotonic()
         while [nice(thread) for thread in threads() - before] != lowered:
             assert time.monotonic() - began < 10
         rig.bell.close()

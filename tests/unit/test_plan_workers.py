@@ -11,7 +11,7 @@ import pytest
 from proa.config.options import MachineOptions
 from proa.machine.probe import probe
 from proa.plan.plan import Workers
-from proa.plan.workers import SAVING_SPIN_US, SPIN_US, no_workers, plan_workers
+from proa.plan.workers import LAUNCHED_NICE, SAVING_SPIN_US, SPIN_US, no_workers, plan_workers
 from proa.types import Decision
 from topologies import HostFiles, NodeFiles, block_numbered, sibling_numbered
 
@@ -58,6 +58,7 @@ def test_tried_worker_counts(
 def test_default_binds_each_worker_to_a_cpu(tmp_path: Path) -> None:
     workers, rows = planned(TWO, tmp_path, 16)
     assert (workers.binding, workers.homes, workers.interleave, workers.spin_us) == ("core", (), (), SPIN_US)
+    assert workers.nice == 0
     assert rows["CPU binding"] == Decision("CPU binding", "core", "core", "each worker has a CPU of its own: 0-15")
     assert rows["NUMA memory"] == Decision("NUMA memory", "bind", "bind", "each team's weights lie on its node: 0, 1")
     assert (rows["power saving"].got, rows["power saving"].why) == ("off", "an idle worker sleeps after 1000 us")
@@ -146,10 +147,12 @@ def test_saving_power(tmp_path: Path) -> None:
 
 
 def test_power_saving_is_off_with_a_gpu(tmp_path: Path) -> None:
-    _, rows = plan_workers(MachineOptions(power_saving=True), probe(ONE.write(tmp_path)), 16, launched=True)
+    workers, rows = plan_workers(MachineOptions(power_saving=True), probe(ONE.write(tmp_path)), 16, launched=True)
     row = next(row for row in rows if row.name == "power saving")
     assert (row.asked, row.got) == ("on", "off")
     assert "fewer workers are not tried" in row.why
+    assert workers.nice == LAUNCHED_NICE
+    assert f"has nice {LAUNCHED_NICE}" in row.why
 
 
 def test_rows_for_plain_torch() -> None:

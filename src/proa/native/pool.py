@@ -33,11 +33,6 @@ _SIGNATURES: Signatures = {
     "proa_pool_use": (c_void_p, POINTER(c_int32), c_int32),
     "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
 }
-# Each CPU has a worker, which polls. A thread that wakes up there waits for the end of the worker's time slice if both
-# have the same priority: 0.5 ms on average, 4 at most; from 5 on it runs within 0.1 ms (Linux 6.18; the thread computes
-# two thirds of the time). A program that computes without a break leaves a worker a quarter of a CPU, instead of half.
-WORKER_NICE = 5
-
 _TEXT_BYTES = 256
 _MEASURE_SPIN_US = 50
 
@@ -78,13 +73,14 @@ class Pool:
 
     teams: one CPU per worker, for each team; a team may be empty. pin: bind each worker to its CPU, or to all CPUs in
     `homes` of its team if given; `cpus` are the bound ones. lanes: threads that may call at the same time, each on a
-    lane of its own; lanes before it have priority. Two suffice for a doorbell and a simulated GPU. Raises ValueError;
-    ResourceError; NativeError if a worker cannot be bound.
+    lane of its own; lanes before it have priority. Two suffice for a doorbell and a simulated GPU. nice: added to the
+    nice value of workers and doorbells. Raises ValueError; ResourceError; NativeError if a worker cannot be bound.
     """
 
     def __init__(
         self, teams: Sequence[Sequence[int]], *, isa: str = "", pin: bool = True,
         homes: Sequence[Sequence[int]] = (), spin_us: int = 1000, redo: bool = True, lanes: int = 2,
+        nice: int = 0,
     ) -> None:  # fmt: skip
         self.lanes = lanes
         self.isa, self.isa_reason = select_isa(isa)
@@ -94,7 +90,7 @@ class Pool:
         if homes and len(homes) != len(teams):
             raise ValueError(f"There are {len(teams)} teams, but {len(homes)} homes; there must be one home per team.")
         of_homes = _lists(homes) if homes else (None, None)
-        options = _Options(*_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *of_homes, lanes, WORKER_NICE)
+        options = _Options(*_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *of_homes, lanes, nice)
         self._handle = c_void_p()
         _native().proa_pool_create(ctypes.byref(options), ctypes.byref(self._handle))
 

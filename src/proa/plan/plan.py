@@ -191,6 +191,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True):
     homes: tuple[tuple[int, ...], ...] = ()  # for "node": all usable CPUs of each team's node
     interleave: tuple[int, ...] = ()  # nodes that weights are interleaved over; else each team's are on its node
     spin_us: int  # how long an idle worker polls for work before it sleeps
+    nice: int = 0  # added to the workers' nice value
     saving: bool = False  # --power-saving: fewer workers, if decode slows down little
 
 

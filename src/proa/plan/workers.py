@@ -18,6 +18,11 @@ SAVING_SPIN_US = 50
 # With a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than waking.
 # A step ended 0.4 ms earlier than with a millisecond, on 16 CPUs with a worker each (docs/lab).
 LAUNCHED_SPIN_US = 20
+# Every CPU has a worker. A thread that wakes up there to launch a step waits for the end of the worker's time slice if
+# both have the same priority, 0.5 ms on average and 4 at most; from 5 on it runs within 0.1 ms (Linux 6.18; a thread
+# that computes two thirds of the time). Without a GPU the thread that launches is itself a worker, and the only others
+# are the server's: 5 cost 7 to 10 % of the throughput of two CPUs (decision 083).
+LAUNCHED_NICE = 5
 
 
 def plan_workers(
@@ -37,6 +42,7 @@ def plan_workers(
         homes=homes(machine, found) if asked.cpu_binding == "node" else (),
         interleave=nodes,
         spin_us=LAUNCHED_SPIN_US if launched else SAVING_SPIN_US if asked.power_saving else SPIN_US,
+        nice=LAUNCHED_NICE if launched else 0,
         saving=asked.power_saving,
     )
     return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers, launched))
@@ -112,6 +118,7 @@ def _memory(asked: str, workers: Workers) -> Decision:
 def _power(workers: Workers, launched: bool) -> Decision:
     asked = "on" if workers.saving else "off"
     why = f"an idle worker sleeps after {workers.spin_us} us"
+    why += f" and has nice {workers.nice}: the thread that launches steps comes first" if workers.nice else ""
     if workers.saving and launched:
         return Decision("power saving", asked, "off", f"{why}, as always with a GPU; fewer workers are not tried there")
     fewest = "; decode has the fewest workers within 10 % of the fastest" if workers.saving else ""

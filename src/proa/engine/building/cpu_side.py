@@ -31,6 +31,7 @@ class CpuSide:
             pin=workers.binding != "none",
             homes=workers.homes,
             spin_us=workers.spin_us,
+            nice=workers.nice,
         )
         self.decisions: list[Decision] = []
         claim = self._claim() if workers.binding == "core" else None

@@ -50,7 +50,8 @@ def new_tiers(
     if ram_bytes:
         copies = new_copies()
         ram = RamStore(ram_bytes, RunBuffers(copies.nbytes, copies.device))
-    return PageTiers(root, size, new_copies, cpus, files, ram)
+    nice = 0 if plan.workers is None else plan.workers.nice
+    return PageTiers(root, size, new_copies, cpus, files, ram, worker_nice=nice)
 
 
 def tiers_root(plan: Plan, checkpoint: Checkpoint, states: list[list[object]]) -> bytes:

@@ -27,7 +27,6 @@ from proa.engine.executors.restore_rates import RestoreRates, Tier
 from proa.engine.executors.state_parts import StateParts
 from proa.engine.scheduling.tiers import Entry, Restore, Run, Store
 from proa.engine.stats import PrefixFileStats, PrefixRamStats
-from proa.native.pool import WORKER_NICE
 from proa.ops.caches import Caches
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 READERS = 2
 BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
 _WARM_UP_S = 60.0  # more than any warm-up takes: then a thread has failed
-_WRITER_NICE = WORKER_NICE + 10  # a tenth of a worker's CPU time; with much less the writer stalls for seconds
+_WRITER_NICE = 10  # above a worker's: a tenth of its CPU time; at 19 the writer stalls for seconds
 
 
 class EntryCopies:
@@ -86,9 +85,10 @@ class PageTiers:
 
     def __init__(
         self, root: bytes, run_pages: int, new_copies: Callable[[], EntryCopies], cpus: Collection[int],
-        files: FileStore | None = None, ram: RamStore | None = None,
+        files: FileStore | None = None, ram: RamStore | None = None, *, worker_nice: int = 0,
     ) -> None:  # fmt: skip
-        """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier."""
+        """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier.
+        worker_nice: the nice value of workers, above the process's; readers have the same."""
         self.root, self.run_pages = root, run_pages
         self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
         self._stores: list[RamStore | FileStore] = [store for store in (ram, files) if store is not None]
@@ -96,8 +96,8 @@ class PageTiers:
         self._entry_bytes, self.state_parts = copies.nbytes, copies.state_parts
         self._own = threading.local()
         self._kept: list[EntryCopies] = []  # of all threads: a forked process drops what only a threading.local holds
-        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (_WRITER_NICE,))
-        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (WORKER_NICE,))
+        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (worker_nice + _WRITER_NICE,))
+        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (worker_nice,))
         self._keeping_up: Future[None] = Future()
         self._keeping_up.set_result(None)
         self._lock = threading.Lock()
