@@ -21,8 +21,6 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.native.weights import Piece
 from proa.ops.host_block import HostBlock
 
-# Longest single copy: a step's small copies share the copy engine and wait for one of these at most, 150 us at 55 GB/s.
-MOST_BYTES = 8 << 20
 MEASURED_BYTES = 256 << 20
 
 
@@ -109,9 +107,7 @@ class GpuUploads:
         begin.record(self._stream)
         stream = self._stream.cuda_stream
         for transfer in transfers:
-            for first in range(0, transfer.nbytes, MOST_BYTES):
-                nbytes = min(MOST_BYTES, transfer.nbytes - first)
-                self._driver.copy_to_device(stream, transfer.to + first, transfer.source + first, nbytes)
+            self._driver.copy_to_device(stream, transfer.to, transfer.source, transfer.nbytes)
         end.record(self._stream)
         return _GpuUpload(self._device, begin, end)
 
