@@ -119,6 +119,17 @@ def test_pages_come_back(kinds: tuple[str, ...], tmp_path: Path) -> None:
     box.tiers.close()
 
 
+def test_threads_leave_the_cpu_to_workers(tmp_path: Path) -> None:
+    box = Box(tmp_path, ("files",))
+    box.store(0, 1)
+    box.restore(0, 1)
+    copying = [thread for thread in threading.enumerate() if thread.name.startswith("prefix-")]
+    assert {thread.name.split("_")[0] for thread in copying} == {"prefix-reader", "prefix-writer"}
+    values = {os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in copying}
+    assert values == {os.getpriority(os.PRIO_PROCESS, 0) + 10}
+    box.tiers.close()
+
+
 def test_runs_evicted_from_ram_come_from_files_and_return_to_ram(tmp_path: Path) -> None:
     box = Box(tmp_path, ("ram", "files"), ram_runs=2)
     box.store(0, 1, 2, 3)

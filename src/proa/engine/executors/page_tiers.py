@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 READERS = 2
 BUFFERS = READERS + 1  # of an entry each, in RAM, if there are files
 _WARM_UP_S = 60.0  # more than any warm-up takes: then a thread has failed
-_WRITER_NICE = 10  # above a worker's: a tenth of its CPU time; at 19 the writer stalls for seconds
+# Above a worker's nice value: a tenth of its CPU time where no CPU is idle. With 0, decode on two CPUs has half its
+# speed while a prefix is restored (0.5 to 0.9 s), with 10 it is 2 to 3 % slower (2.0 to 3.4 s); at 19 writing stalls.
+_NICE = 10
 
 
 class EntryCopies:
@@ -88,16 +90,17 @@ class PageTiers:
         files: FileStore | None = None, ram: RamStore | None = None, *, worker_nice: int = 0,
     ) -> None:  # fmt: skip
         """cpus: CPUs that the threads may run on. files, ram: None if there is no such tier.
-        worker_nice: the nice value of workers, above the process's; readers have the same."""
+        worker_nice: the nice value of workers, above the process's."""
         self.root, self.run_pages = root, run_pages
         self._files, self._ram, self._new_copies, self._cpus = files, ram, new_copies, cpus
+        self._nice = worker_nice + _NICE
         self._stores: list[RamStore | FileStore] = [store for store in (ram, files) if store is not None]
         copies = new_copies()
         self._entry_bytes, self.state_parts = copies.nbytes, copies.state_parts
         self._own = threading.local()
         self._kept: list[EntryCopies] = []  # of all threads: a forked process drops what only a threading.local holds
-        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread, (worker_nice + _WRITER_NICE,))
-        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread, (worker_nice,))
+        self._writer = ThreadPoolExecutor(1, "prefix-writer", self._begin_thread)
+        self._readers = ThreadPoolExecutor(READERS, "prefix-reader", self._begin_thread)
         self._keeping_up: Future[None] = Future()
         self._keeping_up.set_result(None)
         self._lock = threading.Lock()
@@ -192,11 +195,11 @@ class PageTiers:
         for started in [self._readers.submit(one) for _ in range(READERS)]:
             started.result(_WARM_UP_S)
 
-    def _begin_thread(self, nice: int) -> None:
+    def _begin_thread(self) -> None:
         with suppress(OSError):  # not permitted: the thread keeps the affinity or priority that it has
             os.sched_setaffinity(0, self._cpus)
         with suppress(OSError):
-            os.nice(nice)  # of this thread alone, on Linux
+            os.nice(self._nice)  # of this thread alone, on Linux
         self._own.copies = self._new_copies()
         self._kept.append(self._own.copies)
         if self._files is not None:
