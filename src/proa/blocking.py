@@ -121,11 +121,25 @@ class _LoopThread:
         if self._loop.is_closed():
             work.close()
             raise ShuttingDown("This LLM is closed.", "Create a new LLM.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
+        tasks, given_up = list[asyncio.Task[Any]](), False
+
+        async def tracked() -> T:
+            if given_up:
+                work.close()
+                raise asyncio.CancelledError
+            tasks.extend(filter(None, [asyncio.current_task()]))
+            return await work
+
+        def give_up() -> None:
+            nonlocal given_up
+            given_up = True
+            for task in tasks:
+                task.cancel()
+
+        try:  # Ctrl-C may come before the call that submits has returned, and find the work begun
+            return asyncio.run_coroutine_threadsafe(tracked(), self._loop).result()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(give_up)
             raise
 
     def stop(self) -> None:
