@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -127,7 +128,8 @@ class _LoopThread:
             if given_up:
                 work.close()
                 raise asyncio.CancelledError
-            tasks.extend(filter(None, [asyncio.current_task()]))
+            if task := asyncio.current_task():
+                tasks.append(task)
             return await work
 
         def give_up() -> None:
@@ -139,7 +141,8 @@ class _LoopThread:
         try:  # Ctrl-C may come before the call that submits has returned, and find the work begun
             return asyncio.run_coroutine_threadsafe(tracked(), self._loop).result()
         except BaseException:
-            self._loop.call_soon_threadsafe(give_up)
+            with suppress(RuntimeError):  # another thread has stopped the loop, which cancelled the work
+                self._loop.call_soon_threadsafe(give_up)
             raise
 
     def stop(self) -> None:

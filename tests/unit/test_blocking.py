@@ -64,3 +64,10 @@ def test_an_interrupt_right_after_submitting_cancels(
         assert ended.wait(WAIT_S)
     loop.run(asyncio.sleep(0))
     assert begun.is_set() == begun_first
+
+
+def test_an_interrupt_while_another_thread_stops_the_loop(interrupt: Callable[[Callable[[], object]], None]) -> None:
+    loop = _LoopThread()
+    interrupt(loop.stop)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(asyncio.sleep(60))

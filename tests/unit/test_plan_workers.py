@@ -152,7 +152,7 @@ def test_power_saving_is_off_with_a_gpu(tmp_path: Path) -> None:
     assert (row.asked, row.got) == ("on", "off")
     assert "fewer workers are not tried" in row.why
     assert workers.nice == LAUNCHED_NICE
-    assert f"has nice {LAUNCHED_NICE}" in row.why
+    assert f"; workers have nice {LAUNCHED_NICE}: the thread that launches" in row.why
 
 
 def test_rows_for_plain_torch() -> None:

@@ -197,7 +197,7 @@ class HostUploads:
         return HostMark(time.perf_counter())
 
     def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
-        return _HostFetched(ids.flatten().numpy().astype(np.int32))
+        return HostFetched(ids.flatten().numpy().astype(np.int32))
 
     def close(self) -> None:
         self._copier.close()
@@ -212,7 +212,7 @@ class HostMark:
 
 
 @dataclass(frozen=True)
-class _HostFetched:
+class HostFetched:
     values: NDArray[np.int32]
 
     def wait(self) -> NDArray[np.int32]:

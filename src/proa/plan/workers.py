@@ -118,7 +118,7 @@ def _memory(asked: str, workers: Workers) -> Decision:
 def _power(workers: Workers, launched: bool) -> Decision:
     asked = "on" if workers.saving else "off"
     why = f"an idle worker sleeps after {workers.spin_us} us"
-    why += f" and has nice {workers.nice}: the thread that launches steps comes first" if workers.nice else ""
+    why += f"; workers have nice {workers.nice}: the thread that launches steps comes first" if workers.nice else ""
     if workers.saving and launched:
         return Decision("power saving", asked, "off", f"{why}, as always with a GPU; fewer workers are not tried there")
     fewest = "; decode has the fewest workers within 10 % of the fastest" if workers.saving else ""

@@ -15,7 +15,6 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.cache.keys import run_pages
@@ -32,7 +31,7 @@ from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
 from proa.hybrid.model import HybridModel, Parts, PromptParts
 from proa.hybrid.transport import empty_round
-from proa.hybrid.uploads import Fetched, HostMark, Transfer, Upload
+from proa.hybrid.uploads import Fetched, HostFetched, HostMark, Transfer, Upload
 from proa.hybrid.ways import WAYS
 from proa.layers.decoder import Decoder
 from proa.machine.cost.prefill import PROBED_LAYERS, CpuExpertCost, PrefillRates
@@ -362,18 +361,10 @@ class _NoUploads:
         return HostMark(0.0)
 
     def fetch(self, ids: Tensor, calm: HostMark | None = None) -> Fetched:
-        return _NoIds(ids.numel())
+        return HostFetched(np.zeros(ids.numel(), np.int32))
 
     def close(self) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class _NoIds:
-    count: int
-
-    def wait(self) -> NDArray[np.int32]:
-        return np.zeros(self.count, np.int32)
 
 
 class _NoUpload:
