@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from hybrid.passes import CONTEXT, DEVICES, FAMILIES, FEW, PAGE_TOKENS, Load, passed, spans
 from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
+from proa.hybrid import promotions
+from proa.hybrid.moves import Moves
+from proa.hybrid.slots import Slot
 from proa.hybrid.streaming import Streaming
+from proa.hybrid.uploads import Upload, Uploads
+from proa.machine.cost.heat import Swap
 from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
 from proa.models.ranks import CPU
 from teacher_forced import prompts
@@ -31,10 +41,12 @@ def streaming_of(keep: list[Kept]) -> Streaming:
     return found
 
 
-def decode(executor: Executor[Any], at: int) -> None:
-    """Compute a decode step of another sequence."""
+def decode(executor: Executor[Any], at: int, token: int | None = None) -> None:
+    """Compute a decode step of another sequence, of this token, by default another one each time."""
     pages = CONTEXT // PAGE_TOKENS
-    step = executor.launch(StepBatch([Span([7 + at], at, list(range(2 * pages, 3 * pages)), 1, 2)]))
+    step = executor.launch(
+        StepBatch([Span([7 + at if token is None else token], at, list(range(2 * pages, 3 * pages)), 1, 2)])
+    )
     executor.sample(step, (), ())
     assert executor.wait(step).faults == {}
 
@@ -264,6 +276,107 @@ def test_experts_that_a_prompt_made_hot_take_slots(
         assert heat[resident].min() > 0.8 * heat[outside].max(), "more experts than slots are equally hot"
     again = passed(executor, batch, lambda: decode(executor, next(position)))
     for logits in (got, again):
+        torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
+        assert (logits - want).abs().mean() < 0.01
+
+
+def poison_vacated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill vacated slots with NaN, so that a step that reads one before its expert has arrived has faults."""
+    vacate = Moves.vacate
+
+    def poisoned(moves: Moves, swap: Swap) -> Slot:
+        slot = vacate(moves, swap)
+        slot.up.fill_(0xFF)
+        slot.down.fill_(0xFF)
+        return slot
+
+    monkeypatch.setattr(Moves, "vacate", poisoned)
+
+
+@dataclass
+class Late:
+    """Uploads that begin when they are asked for the third time whether they are done."""
+
+    uploads: Uploads[Any]
+
+    def mark(self) -> Any:
+        return self.uploads.mark()
+
+    def start(self, *asked: Any) -> LateUpload:
+        return LateUpload(partial(self.uploads.start, *asked))
+
+
+@dataclass
+class LateUpload:
+    start: Callable[[], Upload]
+    asked: int = 0
+    upload: Upload | None = None
+
+    def done(self) -> bool:
+        self.asked += 1
+        if self.asked == 3:
+            self.upload = self.start()
+        return self.upload is not None and self.upload.done()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [192, 48])
+def test_hot_experts_that_the_cpu_computed_are_fetched(
+    rows: int, family: str, cancelled: bool, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The half of the experts that a prompt chooses least is copied, so that the CPU computes hot ones. They cross PCIe
+    for their slots, also if the prompt is cancelled, while decode steps run; all logits are those of the CPU."""
+    monkeypatch.setattr(promotions, "COPIES_PER_FETCH", 1)
+    batch, keep = StepBatch(spans([[9] * 120])), list[Kept]()
+    split = Split(0.25, inclusive=True, spare=1, prefill="auto", ring_bytes=WHOLE)
+    want = passed(load(family, replace(split, prefill="cpu"), device, rows=rows, keep=keep, every=False), batch)
+    counting = keep.pop().hybrid.counting
+    assert counting is not None
+    counting.settle()
+    chosen = counting.totals
+    executor = load(family, split, device, rows=rows, keep=keep, every=False)
+    hybrid, streaming, position = keep[0].hybrid, streaming_of(keep), iter(range(100))
+    streaming.probed_layers, hottest = 0, streaming._hottest
+    divided_in_half(streaming)
+
+    def coldest_first(layer: int, heat: object) -> NDArray[np.int64]:
+        own = hottest(layer, None)
+        return own[chosen[layer, own].argsort()]
+
+    monkeypatch.setattr(streaming, "_hottest", coldest_first)
+    poison_vacated(monkeypatch)
+    monkeypatch.setattr(streaming.promotions, "_uploads", Late(streaming._uploads))
+    moves = hybrid.moves
+    assert moves is not None
+    results = list[torch.Tensor]()
+    if cancelled:
+        step = executor.launch_in_parts(batch)
+        while not moves.moved.nbytes:
+            assert not executor.advance(step, 1), "nothing was fetched"
+            decode(executor, next(position), 9)
+        executor.cancel(step)
+    else:
+        results.append(passed(executor, batch, lambda: decode(executor, next(position), 9)))
+    fetched = [one.swap for one in moves._arriving]
+    before = moves.moved.experts
+    assert moves.moved.nbytes
+    decode(executor, next(position), 9)
+    assert moves._arriving, "a step was computed before an expert had arrived"
+    while not all(one.copy.done() for one in moves._arriving):
+        time.sleep(0.001)
+    decode(executor, next(position), 9)
+    assert moves._arriving == []
+    assert moves.moved.experts >= before + len(fetched)
+    for swap in fetched:
+        assert swap.promote in moves.resident(swap.layer)
+    check_slots(hybrid)
+    assert [len(moves.resident(i)) for i in range(len(hybrid.layers))] == [
+        len(layer.memory.slots.slot_of) for layer in hybrid.layers
+    ]
+    results.append(passed(executor, batch, lambda: decode(executor, next(position), 9)))
+    for logits in results:
         torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
         assert (logits - want).abs().mean() < 0.01
 

@@ -162,8 +162,9 @@ class HybridModel:
         self.counting = Counting(self.tables, top_k, nbytes, copiers.counts, trace)
         if spare:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
-            if self.streaming is not None:
-                self.streaming.promotions = Promotions(self.moves, self.streaming.ring, self.counting, top_k)
+            if self.streaming is not None and parts.prompts is not None:
+                ring, uploads = self.streaming.ring, parts.prompts.uploads
+                self.streaming.promotions = Promotions(self.moves, ring, self.counting, uploads, top_k)
 
     def _bind_passes(self, parts: Parts, prompts: PromptParts, top_k: int) -> None:
         memories, tables, faults = [layer.memory for layer in self.layers], self.tables, self._faults

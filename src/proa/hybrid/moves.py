@@ -16,7 +16,7 @@ Why no step sees half a move: tables change on the steps' stream, between two st
 in flight and read what the tables named then: a slot or a place in RAM that tables no longer name is written only once
 all of these steps have ended. (A late worker of the CPU may read such a place even then; its result is dropped.)
 No step waits for a copy or for a table update.
-Experts that a prompt copied to the ring get slots from there: promotions.py. Slots in lent KV pages: loans.py.
+Experts that a prompt made hot get slots in another way: promotions.py. Slots in lent KV pages: loans.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from proa.hybrid.tables import Tables
 from proa.machine.cost.heat import Heat, Swap, choose_arrivals, coldest, swaps_with_room
 from proa.models.ranks import CPU
 
+# An expert that is copied from RAM to a slot during a prompt is chosen so many times as often as the one that leaves: a
+# router without preferences never gives that, so that its prompts are not longer.
+MUCH_HOTTER = 2.0
+
 _Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
 
 
@@ -45,6 +49,13 @@ class _Move:
     slot: Slot  # the promoted expert's
     copy: Copy | None
     came: int | None = None  # the first step with the promoted expert on the device; then the evicted one is copied out
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    swap: Swap
+    slot: Slot  # no table names it
+    copy: Copy
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,7 @@ class Moves:
             self._movable[i, : layer.experts] = [owner in own for owner in layer.owners]
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
+        self._arriving: list[_Arriving] = []
         self._ended = 0
         self.heat = Heat(tables.experts, self._resident.sum(1).tolist())
 
@@ -128,6 +140,7 @@ class Moves:
         self._moves = [
             move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move, step))
         ]
+        self._arriving = [arriving for arriving in self._arriving if not self._has_arrived(arriving)]
         self._repay(step)
         for left in self._left:
             if self._unread(left.since):
@@ -160,14 +173,24 @@ class Moves:
             self._start(swap, self._spare[self._size[swap.layer]].pop())
 
     def swaps_among(
-        self, layer: int, experts: Sequence[int], chosen: NDArray[np.int64], tokens: int, most: int
+        self, layer: int, experts: Sequence[int], chosen: NDArray[np.int64], tokens: int, most: int, others: int = 0
     ) -> list[Swap]:  # fmt: skip
-        """Up to `most` swaps in a layer that promote some of `experts`, by the heat that it will have once the choice
-        of `tokens` tokens is counted; 0: it has been. chosen: of each expert of the layer."""
-        movable, count = self._movable[layer].copy(), len(chosen)
-        movable &= self._resident[layer] | np.isin(np.arange(len(movable)), experts)
+        """Up to `most` swaps in a layer, by the heat that it will have once the choice of `tokens` tokens is counted;
+        0: it has been. chosen: of each expert of the layer. The swaps promote some of `experts`, and up to `others`
+        more, of those that are at least MUCH_HOTTER times as hot as the expert whose slot they take."""
+        count = len(chosen)
         heat = self.heat.foreseen(layer, chosen, tokens) if tokens else self.heat.heat[layer, :count]
-        return self.heat.swaps_of(layer, heat, self._resident[layer, :count], movable[:count], most)
+        among = np.isin(np.arange(count), experts)
+        if others:
+            every = self._swaps_of(layer, heat, np.ones(count, bool), most)
+            hot = [one.promote for one in every if heat[one.promote] >= MUCH_HOTTER * heat[one.evict]]
+            among[[expert for expert in hot if not among[expert]][:others]] = True
+        return self._swaps_of(layer, heat, among, most)
+
+    def _swaps_of(self, layer: int, heat: NDArray[np.float32], among: NDArray[np.bool_], most: int) -> list[Swap]:
+        """Up to `most` swaps by this heat that promote flagged experts. Arrays: [experts of the layer]."""
+        resident, movable = self._resident[layer, : len(heat)], self._movable[layer, : len(heat)]
+        return self.heat.swaps_of(layer, heat, resident, movable & (resident | among), most)
 
     def room(self, layer: int) -> int:
         """Number of spare slots for the layer's experts."""
@@ -184,13 +207,37 @@ class Moves:
     def replace(self, swap: Swap) -> Slot:
         """From the next `publish` on, the promoted expert is in the evicted one's slot, which is returned, and the CPU
         has the evicted one, whose bytes RAM must have. promotions.py says why the caller may fill the slot at once."""
-        layer, where = swap.layer, self._where[swap.layer]
-        where.slot_of[swap.promote] = slot = where.slot_of.pop(swap.evict)
-        self.tables.to_gpu(layer, swap.promote, slot)
-        self.tables.to_cpu(layer, swap.evict, where.number_of[swap.evict])
-        self._resident[layer, [swap.promote, swap.evict]] = True, False
-        self.moved.experts += 1
+        slot = self.vacate(swap)
+        self._occupy(swap, slot)
         return slot
+
+    def vacate(self, swap: Swap) -> Slot:
+        """From the next `publish` on, the CPU has the evicted expert, whose bytes RAM must have, and no table names its
+        slot, which is returned. The promoted expert does not move until `arrives`."""
+        layer, where = swap.layer, self._where[swap.layer]
+        self.tables.to_cpu(layer, swap.evict, where.number_of[swap.evict])
+        self._resident[layer, swap.evict] = self._movable[layer, swap.promote] = False
+        return where.slot_of.pop(swap.evict)
+
+    def arrives(self, swap: Swap, slot: Slot, copy: Copy) -> None:
+        """The promoted expert is being copied to the slot that it vacated: before the first step after it has arrived,
+        the tables map it to the GPU."""
+        self.moved.nbytes += slot.up.nbytes + slot.down.nbytes
+        self._arriving.append(_Arriving(swap, slot, copy))
+
+    def _has_arrived(self, one: _Arriving) -> bool:
+        """If so, update the tables from this step on."""
+        if not one.copy.done():
+            return False
+        self._occupy(one.swap, one.slot)
+        return True
+
+    def _occupy(self, swap: Swap, slot: Slot) -> None:
+        layer = swap.layer
+        self._where[layer].slot_of[swap.promote] = slot
+        self.tables.to_gpu(layer, swap.promote, slot)
+        self._resident[layer, swap.promote] = self._movable[layer, swap.promote] = True
+        self.moved.experts += 1
 
     # ---- slots in memory that comes and goes; RAM must have all experts
 

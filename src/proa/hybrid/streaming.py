@@ -416,7 +416,11 @@ class Streaming:
         if one.promotes and self.promotions is not None:
             group = one.groups[one.at]
             chosen = one.chosen if counts is None else self.promotions.unseen(group.layer, counts.wait())
-            self.totals.promoted += self.promotions.take(group.layer, group.experts, one.at % BANKS, chosen)
+            # Not if it is routed: such copies wait for launches, and would hold up the next head.
+            fetches = group.number == group.of - 1 and not one.routed
+            self.totals.promoted += self.promotions.take(
+                group.layer, group.experts, one.at % BANKS, chosen, fetches=fetches
+            )
             self._mark(one, OWN)
         self._free[one.at % BANKS] = one.marks[-1][1]
         if one.divided is not None:

@@ -55,6 +55,9 @@ class Upload(Protocol):
     def join(self) -> None:
         """What is launched from now on, on the current stream, sees all bytes of the upload."""
 
+    def done(self) -> bool:
+        """True once all bytes have arrived, visible to work that is launched from now on."""
+
     def seconds(self) -> float | None:
         """Duration of the transfers; None until they are complete."""
 
@@ -156,8 +159,12 @@ class _GpuUpload:
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
+    def done(self) -> bool:
+        arrived: bool = self._end.query()  # type: ignore[no-untyped-call]
+        return arrived
+
     def seconds(self) -> float | None:
-        if not self._end.query():  # type: ignore[no-untyped-call]
+        if not self.done():
             return None
         took_ms: float = self._begin.elapsed_time(self._end)
         return took_ms * 1e-3
@@ -225,6 +232,9 @@ class _HostUpload:
 
     def join(self) -> None:
         self._copy.arrived.wait()
+
+    def done(self) -> bool:
+        return self._copy.done()
 
     def seconds(self) -> float | None:
         return self._copy.seconds if self._copy.done() else None

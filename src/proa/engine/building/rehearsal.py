@@ -371,6 +371,9 @@ class _NoUpload:
     def join(self) -> None:
         pass
 
+    def done(self) -> bool:
+        return False
+
     def seconds(self) -> float | None:
         return None
 
