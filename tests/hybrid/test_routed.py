@@ -18,6 +18,7 @@ from hybrid_engines import Kept, Split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
 from proa.hybrid import promotions
+from proa.hybrid.model import HybridModel
 from proa.hybrid.moves import Moves
 from proa.hybrid.slots import Slot
 from proa.hybrid.streaming import Streaming
@@ -25,6 +26,7 @@ from proa.hybrid.uploads import Upload, Uploads
 from proa.machine.cost.heat import Swap
 from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
 from proa.models.ranks import CPU
+from proa.native.pool import Pool
 from teacher_forced import prompts
 
 WHOLE = 1 << 22  # bytes of a ring whose banks hold a layer's experts
@@ -322,12 +324,21 @@ class LateUpload:
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [192, 48])
+@pytest.mark.parametrize(("rows", "nodes"), [(192, 1), (48, 1), (48, 2)])
 def test_hot_experts_that_the_cpu_computed_are_fetched(
-    rows: int, family: str, cancelled: bool, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+    rows: int, nodes: int, family: str, cancelled: bool, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The half of the experts that a prompt chooses least is copied, so that the CPU computes hot ones. They cross PCIe
-    for their slots, also if the prompt is cancelled, while decode steps run; all logits are those of the CPU."""
+    for their slots, also if the prompt is cancelled, while decode steps run; all logits are those of the CPU. Experts
+    lie in one memory node, or in pieces in two."""
+    with Pool([[0]] * nodes, pin=False) as teams:
+        hybrid = check_fetched(rows, teams, family, cancelled, device, load, monkeypatch)
+        assert all(layer.memory.in_pieces == (nodes > 1) for layer in hybrid.layers)
+
+
+def check_fetched(
+    rows: int, teams: Pool, family: str, cancelled: bool, device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> HybridModel:
     monkeypatch.setattr(promotions, "COPIES_PER_FETCH", 1)
     batch, keep = StepBatch(spans([[9] * 120])), list[Kept]()
     split = Split(0.25, inclusive=True, spare=1, prefill="auto", ring_bytes=WHOLE)
@@ -336,7 +347,7 @@ def test_hot_experts_that_the_cpu_computed_are_fetched(
     assert counting is not None
     counting.settle()
     chosen = counting.totals
-    executor = load(family, split, device, rows=rows, keep=keep, every=False)
+    executor = load(family, split, device, rows=rows, keep=keep, teams=teams, every=False)
     hybrid, streaming, position = keep[0].hybrid, streaming_of(keep), iter(range(100))
     streaming.probed_layers, hottest = 0, streaming._hottest
     divided_in_half(streaming)
@@ -379,6 +390,7 @@ def test_hot_experts_that_the_cpu_computed_are_fetched(
     for logits in results:
         torch.testing.assert_close(logits, want, atol=0.12, rtol=0.05)
         assert (logits - want).abs().mean() < 0.01
+    return hybrid
 
 
 def places(hybrid: Any) -> list[list[list[torch.Tensor]]]:
