@@ -48,9 +48,10 @@ class Restless:
         return self.heat[layer, : len(chosen)]
 
     def swaps_of(
-        self, layer: int, heat: object, resident: NDArray[np.bool_], movable: NDArray[np.bool_], most: int
-    ) -> list[Swap]:
-        """Promotions of a pass: every movable pair, up to `most`."""
+        self, layer: int, heat: object, resident: NDArray[np.bool_], movable: NDArray[np.bool_], most: int,
+        threshold: object = None,
+    ) -> list[Swap]:  # fmt: skip
+        """Promotions of a pass: every movable pair, up to `most`, whatever the threshold."""
         ins, outs = ((side & movable).nonzero()[0].tolist() for side in (~resident, resident))
         return [Swap(layer, promote, evict) for promote, evict in zip(ins, outs, strict=False)][:most]
 

@@ -17,12 +17,14 @@ from proa.machine.cost.heat import (
     MOST_HALF_LIVES,
     SCORE_HALF_LIFE_TOKENS,
     STRICT,
+    SURE,
     Heat,
     Swap,
     choose_swaps,
     swap_threshold,
     swaps_with_room,
 )
+from proa.weights.frequencies import frequencies
 
 Ids = NDArray[np.int64]  # [tokens, layers, k]
 HERE = np.array([[True, False]])
@@ -326,3 +328,24 @@ def test_hits_with_drifting_routing(slots: int) -> None:
     by_lru = lru_hits(trace, slots)[300:].mean()
     assert ours[300:].mean() >= 0.9 * by_lru
     assert moved[300:].mean() <= (1 - by_lru) * LAYERS * TOP_K / 3
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256, 512, 1024, 4096])
+def test_chance_makes_hardly_an_expert_surely_hot(tokens: int) -> None:
+    """Choices of a first prompt, 128 experts, a quarter on the GPU. All alike: at most three swaps beyond SURE in 60
+    layers. A Zipf router, from 512 tokens on: most of the swaps."""
+    rng, alike, by_router = np.random.default_rng(tokens), 0, list[tuple[int, int]]()
+    for _ in range(60):
+        resident, movable = rng.permutation(128) < 32, np.ones(128, bool)
+        zipf = rng.permutation(np.array(frequencies("zipf", 128, 8)))
+        for often in (np.full(128, 8 / 128), zipf):
+            heat, chosen = Heat(128, [32]), rng.binomial(tokens, often)
+            foreseen = heat.foreseen(0, chosen, tokens)
+            sure = len(heat.swaps_of(0, foreseen, resident, movable, 64, SURE))
+            if often is zipf:
+                by_router.append((sure, len(heat.swaps_of(0, foreseen, resident, movable, 64))))
+            else:
+                alike += sure
+    assert alike <= 3
+    assert all(sure <= every for sure, every in by_router)
+    assert tokens < 512 or 2 * sum(sure for sure, _ in by_router) > sum(every for _, every in by_router)

@@ -33,12 +33,8 @@ from proa.hybrid.counting import Seen
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.hybrid.tables import Tables
-from proa.machine.cost.heat import Heat, Swap, choose_arrivals, coldest, swaps_with_room
+from proa.machine.cost.heat import SURE, Heat, Swap, SwapThreshold, choose_arrivals, coldest, swaps_with_room
 from proa.models.ranks import CPU
-
-# An expert that is copied from RAM to a slot during a prompt is chosen so many times as often as the one that leaves: a
-# router without preferences never gives that, so that its prompts are not longer.
-MUCH_HOTTER = 2.0
 
 _Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
 
@@ -177,20 +173,23 @@ class Moves:
     ) -> list[Swap]:  # fmt: skip
         """Up to `most` swaps in a layer, by the heat that it will have once the choice of `tokens` tokens is counted;
         0: it has been. chosen: of each expert of the layer. The swaps promote some of `experts`, and up to `others`
-        more, of those that are at least MUCH_HOTTER times as hot as the expert whose slot they take."""
+        more, of those that are hot beyond the threshold SURE."""
         count = len(chosen)
         heat = self.heat.foreseen(layer, chosen, tokens) if tokens else self.heat.heat[layer, :count]
         among = np.isin(np.arange(count), experts)
         if others:
-            every = self._swaps_of(layer, heat, np.ones(count, bool), most)
-            hot = [one.promote for one in every if heat[one.promote] >= MUCH_HOTTER * heat[one.evict]]
-            among[[expert for expert in hot if not among[expert]][:others]] = True
+            hot = self._swaps_of(layer, heat, np.ones(count, bool), most, SURE)
+            among[[swap.promote for swap in hot if not among[swap.promote]][:others]] = True
         return self._swaps_of(layer, heat, among, most)
 
-    def _swaps_of(self, layer: int, heat: NDArray[np.float32], among: NDArray[np.bool_], most: int) -> list[Swap]:
-        """Up to `most` swaps by this heat that promote flagged experts. Arrays: [experts of the layer]."""
+    def _swaps_of(
+        self, layer: int, heat: NDArray[np.float32], among: NDArray[np.bool_], most: int,
+        threshold: SwapThreshold | None = None,
+    ) -> list[Swap]:  # fmt: skip
+        """Up to `most` swaps by this heat that promote flagged experts. Arrays: [experts of the layer]. threshold: see
+        Heat.swaps_of."""
         resident, movable = self._resident[layer, : len(heat)], self._movable[layer, : len(heat)]
-        return self.heat.swaps_of(layer, heat, resident, movable & (resident | among), most)
+        return self.heat.swaps_of(layer, heat, resident, movable & (resident | among), most, threshold)
 
     def room(self, layer: int) -> int:
         """Number of spare slots for the layer's experts."""
@@ -220,8 +219,8 @@ class Moves:
         return where.slot_of.pop(swap.evict)
 
     def arrives(self, swap: Swap, slot: Slot, copy: Copy) -> None:
-        """The promoted expert is being copied to the slot that it vacated: before the first step after it has arrived,
-        the tables map it to the GPU."""
+        """The promoted expert is being copied to `slot`, which `vacate` has returned. Before the first step after the
+        copy is complete, the tables map the expert to the GPU."""
         self.moved.nbytes += slot.up.nbytes + slot.down.nbytes
         self._arriving.append(_Arriving(swap, slot, copy))
 

@@ -37,6 +37,9 @@ class SwapThreshold:
 
 
 STRICT, EAGER = SwapThreshold(2.0, 1.25), SwapThreshold(1.0, 0.5)  # without a gap; from LARGE_GAP on
+# Hardly ever exceeded by chance: of 64 to 256 experts that 16 to 4096 tokens choose alike, the hottest in RAM and the
+# coldest on the GPU are 1.3 to 3.6 standard deviations apart on average (1080 simulated layers: 7 such swaps).
+SURE = SwapThreshold(2.0, 4.0)
 
 Counts = NDArray[np.int64]
 Heats = NDArray[np.float32]
@@ -199,14 +202,18 @@ class Heat:
         kept: Heats = self.heat[layer, : len(chosen)] * np.float32(0.5 ** (counted / half_life))
         return kept + chosen.astype(np.float32) * np.float32(counted / tokens)
 
-    def swaps_of(self, layer: int, heat: Heats, resident: Flags, movable: Flags, most: int) -> list[Swap]:
-        """Up to `most` swaps of one layer, by this heat of its experts and the present threshold. Arrays: [experts].
+    def swaps_of(
+        self, layer: int, heat: Heats, resident: Flags, movable: Flags, most: int,
+        threshold: SwapThreshold | None = None,
+    ) -> list[Swap]:  # fmt: skip
+        """Up to `most` swaps of one layer, by this heat of its experts and the present threshold, unless one is given.
+        Arrays: [experts].
 
         The swaps that `choose_swaps` finds one after another: an expert that was swapped never swaps again."""
         outside, inside = (~resident & movable).nonzero()[0], (resident & movable).nonzero()[0]
         hottest = outside[np.argsort(-heat[outside], kind="stable")][:most]
         coldest = inside[np.argsort(heat[inside], kind="stable")][:most]
         count = min(len(hottest), len(coldest))
-        worth = _is_worth(heat[hottest[:count]], heat[coldest[:count]], self.threshold)
+        worth = _is_worth(heat[hottest[:count]], heat[coldest[:count]], threshold or self.threshold)
         count = count if worth.all() else int(worth.argmin())
         return [Swap(layer, int(promote), int(evict)) for promote, evict in zip(hottest[:count], coldest, strict=False)]
