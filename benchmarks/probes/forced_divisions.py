@@ -36,17 +36,18 @@ class Forced:
         streaming.probed_layers = 0
 
     def __call__(self, tokens: int, chunks: int, share: float) -> list[Division]:
-        self.last = self._divided(tokens, chunks, share) if self.count is None else self._of(tokens, chunks)
+        count = self.count
+        self.last = self._divided(tokens, chunks, share) if count is None else self._of(count, tokens, chunks)
         return self.last
 
-    def _of(self, tokens: int, chunks: int) -> list[Division]:
+    def _of(self, count: int, tokens: int, chunks: int) -> list[Division]:
         found, streaming = list[Division](), self._streaming
         for layer in streaming._streamed:
             in_ram = streaming._in_ram(layer)
             every = streaming._divisions(
                 in_ram, streaming._layers[layer].experts, streaming._nbytes(layer), tokens, chunks
             )
-            found.append(every[max(0, min(in_ram, self.count or 0))])
+            found.append(every[min(in_ram, count)])
         return found
 
 

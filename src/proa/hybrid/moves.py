@@ -213,10 +213,8 @@ class Moves:
     def vacate(self, swap: Swap) -> Slot:
         """From the next `publish` on, the CPU has the evicted expert, whose bytes RAM must have, and no table names its
         slot, which is returned. The promoted expert does not move until `arrives`."""
-        layer, where = swap.layer, self._where[swap.layer]
-        self.tables.to_cpu(layer, swap.evict, where.number_of[swap.evict])
-        self._resident[layer, swap.evict] = self._movable[layer, swap.promote] = False
-        return where.slot_of.pop(swap.evict)
+        self._movable[swap.layer, swap.promote] = False
+        return self._leave(swap.layer, swap.evict)
 
     def arrives(self, swap: Swap, slot: Slot, copy: Copy) -> None:
         """The promoted expert is being copied to `slot`, which `vacate` has returned. Before the first step after the
@@ -232,11 +230,22 @@ class Moves:
         return True
 
     def _occupy(self, swap: Swap, slot: Slot) -> None:
-        layer = swap.layer
-        self._where[layer].slot_of[swap.promote] = slot
-        self.tables.to_gpu(layer, swap.promote, slot)
-        self._resident[layer, swap.promote] = self._movable[layer, swap.promote] = True
+        self._enter(swap.layer, swap.promote, slot)
+        self._movable[swap.layer, swap.promote] = True
         self.moved.experts += 1
+
+    def _enter(self, layer: int, expert: int, slot: Slot) -> None:
+        """From the next `publish` on, the GPU computes the expert, in this slot."""
+        self._where[layer].slot_of[expert] = slot
+        self.tables.to_gpu(layer, expert, slot)
+        self._resident[layer, expert] = True
+
+    def _leave(self, layer: int, expert: int) -> Slot:
+        """From the next `publish` on, the CPU computes the expert, under its number. Returns its slot."""
+        where = self._where[layer]
+        self.tables.to_cpu(layer, expert, where.number_of[expert])
+        self._resident[layer, expert] = False
+        return where.slot_of.pop(expert)
 
     # ---- slots in memory that comes and goes; RAM must have all experts
 
@@ -251,9 +260,8 @@ class Moves:
     def place(self, layer: int, expert: int, slot: Slot) -> None:
         """From the next `publish` on, the GPU computes a fetched expert, in this slot, whose memory is lent."""
         self.lent.add(slot.address)
-        self._where[layer].slot_of[expert] = slot
-        self.tables.to_gpu(layer, expert, slot)
-        self._resident[layer, expert] = self._movable[layer, expert] = True
+        self._enter(layer, expert, slot)
+        self._movable[layer, expert] = True
         self._resized()
 
     def forget(self, layer: int, expert: int) -> None:
@@ -317,11 +325,8 @@ class Moves:
             self._resized()
 
     def _evict(self, layer: int, expert: int, step: int, *, spare: bool) -> None:
-        where = self._where[layer]
-        self.layers[layer].bring_bias(expert, where.number_of[expert])
-        self.tables.to_cpu(layer, expert, where.number_of[expert])
-        self._resident[layer, expert] = False
-        self._left.append(_Left(step, self._size[layer], where.slot_of.pop(expert), spare))
+        self.layers[layer].bring_bias(expert, self._where[layer].number_of[expert])
+        self._left.append(_Left(step, self._size[layer], self._leave(layer, expert), spare))
 
     def _unread(self, since: int) -> bool:
         """True once all steps before step `since` have ended: none reads what the tables no longer name from it on."""
@@ -348,9 +353,7 @@ class Moves:
         """After a move's copy has arrived: update the tables from this step on. True if the move is complete."""
         swap, where = move.swap, self._where[move.swap.layer]
         if move.came is None:
-            where.slot_of[swap.promote] = move.slot
-            self.tables.to_gpu(swap.layer, swap.promote, move.slot)
-            self._resident[swap.layer, swap.promote] = True
+            self._enter(swap.layer, swap.promote, move.slot)
             move.came, move.copy = step, None
             if not self.inclusive:
                 return False
