@@ -297,26 +297,26 @@ def poison_vacated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Late:
-    """Uploads that begin when they are asked for the third time whether they are done."""
+    """Uploads that do not begin before `allowed`."""
 
     uploads: Uploads[Any]
+    allowed: bool = False
 
     def mark(self) -> Any:
         return self.uploads.mark()
 
     def start(self, *asked: Any) -> LateUpload:
-        return LateUpload(partial(self.uploads.start, *asked))
+        return LateUpload(self, partial(self.uploads.start, *asked))
 
 
 @dataclass
 class LateUpload:
+    late: Late
     start: Callable[[], Upload]
-    asked: int = 0
     upload: Upload | None = None
 
     def done(self) -> bool:
-        self.asked += 1
-        if self.asked == 3:
+        if self.upload is None and self.late.allowed:
             self.upload = self.start()
         return self.upload is not None and self.upload.done()
 
@@ -358,7 +358,8 @@ def check_fetched(
 
     monkeypatch.setattr(streaming, "_hottest", coldest_first)
     poison_vacated(monkeypatch)
-    monkeypatch.setattr(streaming.promotions, "_uploads", Late(streaming._uploads))
+    late = Late(streaming._uploads)
+    monkeypatch.setattr(streaming.promotions, "_uploads", late)
     moves = hybrid.moves
     assert moves is not None
     results = list[torch.Tensor]()
@@ -374,7 +375,8 @@ def check_fetched(
     before = moves.moved.experts
     assert moves.moved.nbytes
     decode(executor, next(position), 9)
-    assert moves._arriving, "a step was computed before an expert had arrived"
+    assert [one.swap for one in moves._arriving] == fetched, "a step was computed before an expert had arrived"
+    late.allowed = True
     while not all(one.copy.done() for one in moves._arriving):
         time.sleep(0.001)
     decode(executor, next(position), 9)
