@@ -6,7 +6,8 @@
 Random weights, uniform router; an engine in this process, prompts one after the other. After --warm-up prompts of a
 length, whose last division is the one taken, other numbers of experts per layer are copied, in random order, --prompts
 of each. A JSON line for each number: medians of the time to the first token, of the GPU's own time, of its waits for
-copies and for the CPU's sums, and what the engine predicts for that division.
+copies and for the CPU's sums, what the engine predicts for that division, the CPU's time and GB/s of weights in its
+jobs, and GB/s of copies.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def measured(engine: Engine, hybrid: HybridModel, forced: Forced, prompt: list[i
         "copy_wait_ms": 1e3 * (now.waited_s - before.waited_s),
         "cpu_wait_ms": 1e3 * (now.cpu_wait_s - before.cpu_wait_s),
         "predicted_ms": 1e3 * sum(division.seconds for division in forced.last),
+        "cpu_ms": 1e3 * (now.moe_s - before.moe_s),
+        "cpu_gbytes_per_s": (now.weight_bytes - before.weight_bytes) / 1e9 / max(1e-9, now.moe_s - before.moe_s),
+        "copy_gbytes_per_s": (now.streamed_bytes - before.streamed_bytes) / 1e9 / max(1e-9, now.copy_s - before.copy_s),
     }
 
 
@@ -74,6 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=6, help="of each number of copied experts")
     parser.add_argument("--warm-up", type=int, default=8, help="prompts of each length before")
+    parser.add_argument("--threads", type=int)
     asked = parser.parse_args()
     asked.decode = 1
     shape = shape_of(asked)

@@ -5,7 +5,7 @@
 
 Each library is loaded by a process of its own. Only one of them computes at a time; they take turns in random order,
 --rounds times, since RAM's bandwidth changes within minutes. --copies: the GPU to which another process copies 4 GiB of
-registered RAM, 16 MiB at a time, in half of the rounds; without it all rounds are alone. A JSON line for each format
+registered RAM, --piece MiB at a time, in half of the rounds; without it all rounds are alone. A JSON line for each format
 and number of tokens: by library the median ms of a call, GB/s of weights, and GB/s of copies meanwhile. The first line
 is for reading alone, as `proa bench kernels` measures it.
 """
@@ -23,11 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-COPIED_BYTES, PIECE_BYTES = 4 << 30, 16 << 20
+COPIED_BYTES, AT_ONCE_BYTES = 4 << 30, 256 << 20
 READ = "read"
 
 
-def compute(to: Connection, path: str, formats: str, threads: int, isa: str | None) -> None:
+def compute(
+    to: Connection, path: str, formats: str, threads: int, isa: str | None, experts: int | None
+) -> None:  # fmt: skip
     """A process that loads the library of `path` and answers (format, tokens, seconds) with (ms, GB/s)."""
     import proa.native.library as native
 
@@ -47,17 +49,22 @@ def compute(to: Connection, path: str, formats: str, threads: int, isa: str | No
             if name == READ:
                 to.send((0.0, bench.meter.now().read_gbytes_per_s))
                 continue
-            cell = one_cell(bench, planned.shape, *weights[name], tokens, seconds)
+            cell = one_cell(bench, planned.shape, *weights[name], tokens, seconds, experts)
             to.send(cell)
 
 
-def one_cell(bench: Any, shape: Any, of: Any, weights: Any, tokens: int, seconds: float) -> tuple[float, float]:
+def one_cell(
+    bench: Any, shape: Any, of: Any, weights: Any, tokens: int, seconds: float, experts: int | None
+) -> tuple[float, float]:
     import numpy as np
 
     from proa.bench.kernel_weights import expert_bytes
     from proa.bench.kernels import RoutedBatch
 
     batch = RoutedBatch(shape, tokens)
+    if experts is not None:
+        batch.ids[batch.ids >= experts] = -1
+        batch.touched = np.array([len(np.unique(ids[ids >= 0])) for ids in batch.ids])
     trial = batch.trial(bench.pool, weights)
     batch.result(trial)
     times: list[float] = []
@@ -69,21 +76,21 @@ def one_cell(bench: Any, shape: Any, of: Any, weights: Any, tokens: int, seconds
     return 1e3 * median(times), touched * each / median(times) / 1e9
 
 
-def copy(to: Connection, gpu: int) -> None:
+def copy(to: Connection, gpu: int, piece_bytes: int) -> None:
     """A process that copies while asked to: True starts, False ends and gives the GB/s since the start."""
     import torch
 
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}")
-    pieces = source.split(PIECE_BYTES)
+    target = torch.empty(piece_bytes, dtype=torch.uint8, device=f"cuda:{gpu}")
+    pieces = source.split(piece_bytes)
     to.send("registered")
     while to.recv():
         done, begun = 0, time.perf_counter()
         while not to.poll():
-            for piece in random.sample(pieces, 16):
+            for piece in random.sample(pieces, AT_ONCE_BYTES // piece_bytes):
                 target.copy_(piece, non_blocking=True)
+                done += piece_bytes
             torch.cuda.synchronize()
-            done += 16 * PIECE_BYTES
         to.recv()
         to.send(done / (time.perf_counter() - begun) / 1e9)
 
@@ -99,10 +106,10 @@ def main() -> None:
     arguments = _arguments()
     libraries = dict(one.split("=", 1) for one in arguments.libraries)
     racing = {
-        name: started(compute, path, arguments.formats, arguments.threads, arguments.isa)
+        name: started(compute, path, arguments.formats, arguments.threads, arguments.isa, arguments.experts)
         for name, path in libraries.items()
     }
-    copying = None if arguments.copies is None else started(copy, arguments.copies)
+    copying = None if arguments.copies is None else started(copy, arguments.copies, arguments.piece << 20)
     for name, one in (*racing.items(), *([("copies", copying)] if copying else [])):
         print(json.dumps({"ready": name, "pages": one.recv()}), flush=True)
     for name in (READ, *arguments.formats.split(",")):
@@ -142,6 +149,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--isa")
     parser.add_argument("--copies", type=int, metavar="GPU")
+    parser.add_argument("--piece", type=int, default=16, help="MiB of a copy")
+    parser.add_argument("--experts", type=int, help="of a layer, for the CPU; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.15)
     return parser.parse_args()

@@ -11,7 +11,8 @@ were divided by their routing to their end.
 
 `decode_after_a_prompt`: --resident percent in VRAM; a new engine, a prompt of the greatest length, then
 --decode tokens: tokens/s of the first 64, of the last 64 (settled), and their ratio; with and without promotions. Of
-each 64 tokens: tokens/s, the share of the chosen experts that were in VRAM, MB moved. With random weights greedy
+each 64 tokens: tokens/s, the share of the chosen experts that were in VRAM, MB moved; of the first 64 the five longest
+gaps between tokens, in ms, by token (0: the median). With random weights greedy
 answers repeat themselves, so that their last tokens choose fewer experts than the prompt did; drawn ones
 (--temperature 1) do not.
 """
@@ -67,7 +68,7 @@ def loaded(asked: argparse.Namespace, router: str, resident: int) -> tuple[Engin
         options: EngineOptions = from_keywords(
             EngineOptions, dtype="bfloat16", load_format="dummy", dummy_format=asked.format, dummy_router=router,
             context=max(asked.tokens) + asked.decode + 64, prefix_cache=False, max_running=4, gpu=asked.gpu,
-            gpu_experts=str(resident),
+            gpu_experts=str(resident), threads=getattr(asked, "threads", None),
         )  # fmt: skip
         engine = load_engine(prepare(folder, options).plan, lambda loading: None)[0]
     hybrid: Any = engine.runner.executor
@@ -146,6 +147,13 @@ def first_tokens(asked: argparse.Namespace, router: str) -> None:
     hybrid.close()
 
 
+def longest_gaps(at_s: list[float]) -> list[tuple[int, float]]:
+    """The five longest gaps between tokens, (token, ms), and their median as token 0."""
+    gaps = [(round(1e3 * (b - a), 2), at) for at, (a, b) in enumerate(pairwise(at_s), 1)]
+    longest = [(at, gap) for gap, at in sorted(gaps, reverse=True)[:5]]
+    return [*longest, (0, median(gap for gap, _ in gaps))]
+
+
 def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     resident = round(shape_of(asked).experts * asked.resident / 100)
     engine, hybrid, streaming = loaded(asked, "zipf", resident)
@@ -171,7 +179,7 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
         "promoted": now.promoted, "moved_bytes": now.moved_bytes,
         "first_token_ms": round(1e3 * at_s[0], 1), "first_64_tokens_per_s": round(first, 2),
         "settled_tokens_per_s": round(last, 2), "of_settled": round(first / last, 4),
-        "temperature": asked.temperature, "windows": windows,
+        "temperature": asked.temperature, "windows": windows, "longest_gaps": longest_gaps(at_s[: FIRST + 1]),
     }), flush=True)  # fmt: skip
     hybrid.close()
 

@@ -11,7 +11,7 @@ import pytest
 from proa.config.options import MachineOptions
 from proa.machine.probe import probe
 from proa.plan.plan import Workers
-from proa.plan.workers import LAUNCHED_NICE, SAVING_SPIN_US, SPIN_US, no_workers, plan_workers
+from proa.plan.workers import LAUNCHED_NICE, SAVING_SPIN_US, SPIN_US, no_workers, plan_threads, plan_workers
 from proa.types import Decision
 from topologies import HostFiles, NodeFiles, block_numbered, sibling_numbered
 
@@ -53,6 +53,33 @@ def test_tried_worker_counts(
     assert list(workers.trials) == trials
     for trial in trials:
         assert all(0 < count <= len(team.cpus) for count, team in zip(trial, workers.teams, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "shares", "why"),
+    [
+        pytest.param(ONE, None, (15,), "16 CPUs usable; one is left to the threads", id="one CPU is left"),
+        pytest.param(ONE, 16, (16,), "as asked", id="unless all are asked for"),
+        pytest.param(block_numbered(1, 8), None, (15,), "16 CPUs usable; one is left", id="SMT siblings have workers"),
+        pytest.param(TWO, None, (7, 7), "one of each memory node (2) is left", id="one of each node"),
+        pytest.param(sibling_numbered(2, 4), None, (7, 7), "one of each memory node", id="siblings on two nodes"),
+        pytest.param(HostFiles(cpus=4), None, (3,), "4 CPUs usable; one is left", id="four CPUs"),
+        pytest.param(HostFiles(cpus=3), None, (3,), "3 CPUs usable", id="too few"),
+        pytest.param(block_numbered(2, 2, 1), None, (2, 2), "4 CPUs usable", id="too few on a node"),
+        pytest.param(replace(ONE, quota_cores=4), None, (3,), "the CPU quota is 4 of 16 CPUs; one", id="a quota"),
+        pytest.param(replace(ONE, quota_cores=3), None, (3,), "the CPU quota is 3 of 16 CPUs", id="a small quota"),
+    ],
+)
+def test_workers_beside_a_gpu(
+    host: HostFiles, asked: int | None, shares: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    machine = probe(host.write(tmp_path))
+    threads, row = plan_threads(asked, machine, launched=True)
+    workers, _ = plan_workers(MachineOptions(threads=asked), machine, threads, launched=True)
+    assert (threads, row.got, workers.trials) == (sum(shares), str(sum(shares)), (shares,))
+    assert tuple(len(set(team.cpus)) for team in workers.teams) == shares
+    assert why in row.why
+    assert ("left to" in row.why) == (asked is None and threads < machine.usable_cores)
 
 
 def test_default_binds_each_worker_to_a_cpu(tmp_path: Path) -> None:

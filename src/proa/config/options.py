@@ -187,7 +187,8 @@ class MachineOptions:
     )
     threads: int | None = option(
         None,
-        help="CPU threads; default: one per usable core; decode uses as many of them as measure fastest",
+        help="CPU threads; default: one per usable core, of which decode uses as many as measure fastest; with a GPU "
+        "one per usable CPU, but for one CPU of each memory node",
         low=1,
         high=4096,
     )

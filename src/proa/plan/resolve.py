@@ -39,7 +39,7 @@ from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
 from proa.plan.turns import batch_row, gap_limit, turn_tokens
-from proa.plan.workers import no_workers, plan_workers
+from proa.plan.workers import no_workers, plan_threads, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
 
@@ -61,7 +61,6 @@ def resolve(
     options = fixed_options(options)
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
-    threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in bfloat16 only
     batch_tokens = max(asked.max_batch_tokens or SHARED_TOKENS, asked.max_running)
     usable_bytes, ram_rows = _ram(options.machine, host)
@@ -76,7 +75,9 @@ def resolve(
     placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     files = without_copies(files, placed.need.copies, need)
     limit, limit_row = gap_limit(asked, placed.gpu, placed.roof)
-    workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
+    launched = placed.gpu is not None
+    threads, threads_row = plan_threads(options.machine.threads, machine, launched=launched)
+    workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=launched)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
     rows = (weights, dtype_row, _compute(dtype, host, placed.gpu), *placed.decisions, kv.row)
@@ -309,24 +310,6 @@ def _compute(dtype: str, host: Host, gpu: GpuPlan | None) -> Decision:
         return Decision("computing", "auto", gpu.device, "everything is in VRAM")
     got = f"native {host.isa}" if gpu is None else f"{gpu.device}, native {host.isa} for experts in RAM"
     return Decision("computing", "auto", got, host.isa_reason or "the best of this CPU")
-
-
-def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
-    usable, cpus = machine.usable_cores, len(machine.usable_cpus)
-    if asked is not None:
-        if asked > cpus:
-            raise UsageError(
-                f"--threads {asked} is more than the {cpus} CPUs this process may use.",
-                f"Use at most {cpus}, or widen its affinity or cpuset.",
-            )
-        why = "as asked" if asked <= usable else f"as asked, but the CPU quota is {machine.quota_cores:.4g} cores"
-        return asked, Decision("threads", str(asked), str(asked), why)
-    cores = machine.physical_cores or cpus
-    why = f"{cores} cores usable" if cores == cpus else f"one per core: {cpus} usable CPUs are {cores} cores"
-    if machine.quota_cores is not None and usable < cores:
-        why = f"the CPU quota is {machine.quota_cores:.4g} of {cores} cores"
-    got = min(cores, usable)
-    return got, Decision("threads", "auto", str(got), why)
 
 
 def _ram(asked: MachineOptions, host: Host) -> tuple[int, tuple[Decision, Decision]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from proa.config.options import MachineOptions
+from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.machine.topology import Team, homes, share_out, teams, unclaimed
 from proa.obs.units import format_ranges
@@ -18,26 +19,67 @@ SAVING_SPIN_US = 50
 # With a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than waking.
 # A step ended 0.4 ms earlier than with a millisecond, on 16 CPUs with a worker each (docs/lab).
 LAUNCHED_SPIN_US = 20
-# Every CPU has a worker. A thread that wakes up there to launch a step waits for the end of the worker's time slice if
-# both have the same priority, 0.5 ms on average and 4 at most; from 5 on it runs within 0.1 ms (Linux 6.18; a thread
-# that computes two thirds of the time). Without a GPU the thread that launches is itself a worker, and the only others
-# are the server's: 5 cost 7 to 10 % of the throughput of two CPUs (decision 083).
+# With a GPU, one CPU of each memory node has no worker if there are at least so many: the thread that launches a
+# prompt's work is busy meanwhile, and the other workers wait for the one that shares its CPU at the end of each phase.
+# H200, fp8, 128 tokens, 16 CPUs: experts are read at 39 to 60 GB/s by 16 workers, at 59 to 77 by 15; first token on 8
+# and 4 of the CPUs 159 -> 149 and 192 -> 174 ms (decision 085).
+LEAST_TO_SPARE = 4
+# Where it shares its CPU with a worker of the same priority, it waits for the end of the worker's time slice when it
+# wakes up, 0.5 ms on average and 4 at most; from 5 on it runs within 0.1 ms (Linux 6.18; a thread that computes two
+# thirds of the time). Without a GPU the thread that launches is itself a worker, and the only others are the server's:
+# 5 cost 7 to 10 % of the throughput of two CPUs (decision 083).
 LAUNCHED_NICE = 5
+
+
+def plan_threads(asked: int | None, machine: Machine, *, launched: bool) -> tuple[int, Decision]:
+    """The number of workers, and its row. launched: see plan_workers. Raises UsageError if there are fewer CPUs."""
+    usable, cpus = machine.usable_cores, len(machine.usable_cpus)
+    if asked is not None:
+        if asked > cpus:
+            raise UsageError(
+                f"--threads {asked} is more than the {cpus} CPUs this process may use.",
+                f"Use at most {cpus}, or widen its affinity or cpuset.",
+            )
+        why = "as asked" if asked <= usable else f"as asked, but the CPU quota is {machine.quota_cores:.4g} cores"
+        return asked, Decision("threads", str(asked), str(asked), why)
+    cores = machine.physical_cores or cpus
+    if launched:
+        got, why = _with_gpu(machine)
+    else:
+        got = min(cores, usable)
+        why = f"{cores} cores usable" if cores == cpus else f"one per core: {cpus} usable CPUs are {cores} cores"
+        if machine.quota_cores is not None and usable < cores:
+            why = f"the CPU quota is {machine.quota_cores:.4g} of {cores} cores"
+    return got, Decision("threads", "auto", str(got), why)
+
+
+def _with_gpu(machine: Machine) -> tuple[int, str]:
+    """The number of workers beside a GPU, and why."""
+    usable, nodes = machine.usable_cores, len(teams(machine))
+    why = f"{usable} CPUs usable"
+    if usable < len(machine.usable_cpus):
+        why = f"the CPU quota is {machine.quota_cores:.4g} of {len(machine.usable_cpus)} CPUs"
+    if usable < LEAST_TO_SPARE * nodes:
+        return usable, why
+    left = "one is left" if nodes == 1 else f"one of each memory node ({nodes}) is left"
+    return usable - nodes, f"{why}; {left} to the threads that launch the GPU's work"
 
 
 def plan_workers(
     asked: MachineOptions, machine: Machine, threads: int, *, launched: bool = False
 ) -> tuple[Workers, tuple[Decision, ...]]:
-    """Plan teams for `threads` CPUs; if --threads is not given, also with their SMT siblings, which are tried too.
+    """Plan teams for `threads` CPUs. If --threads is not given, without a GPU other numbers of workers are tried too,
+    also with their SMT siblings.
 
-    launched: a GPU's steps call the workers; the thread that launches steps needs a CPU between two steps.
+    launched: a GPU's steps call the workers; the thread that launches steps needs a CPU meanwhile.
     """
     machine, others = apart(asked, machine)
-    found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
+    fixed = asked.threads is not None or launched
+    found = teams(machine, threads if fixed else max(threads, machine.usable_cores))
     nodes = _interleaved(asked, machine)
     workers = Workers(
         teams=found,
-        trials=_trials(found, threads, asked),
+        trials=(share_out(found, threads),) if fixed else _trials(found, threads, asked),
         binding=asked.cpu_binding,
         homes=homes(machine, found) if asked.cpu_binding == "node" else (),
         interleave=nodes,
@@ -60,11 +102,8 @@ def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
 
 
 def _trials(of: Sequence[Team], threads: int, asked: MachineOptions) -> tuple[tuple[int, ...], ...]:
-    """Worker counts per team to try: all of `threads`; if --threads is not given, also one less per team, fractions of
-    them, and with SMT siblings."""
+    """Worker counts per team to try: all of `threads`, one less per team, fractions of them, and with SMT siblings."""
     full = share_out(of, threads)
-    if asked.threads is not None:
-        return (full,)
     parts = (3, 2, 1) if asked.power_saving else (2,)  # quarters
     tried = [
         full,
