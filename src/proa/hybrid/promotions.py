@@ -46,8 +46,8 @@ from proa.ops.host_block import copy_on_device
 # Swaps of a layer in a pass, at most: 64 experts of 9.4 MB are 1.2 GB read and written, some 0.4 ms on an H100. With 16
 # the first 64 tokens after a prompt hit 69 % in VRAM instead of 72, and 1.4 GB of swaps were left to them.
 MOST_SWAPS = 64
-# A layer may fetch one hot expert from RAM for so many that it copies for the prompt, which is 12 % longer at most. With
-# 16 the first 64 tokens after a prompt hit 70 % in VRAM, with 8 72 %, as later ones do (decision 084).
+# A layer may fetch one hot expert from RAM for so many that it copies for the prompt, which is 12 % longer at most.
+# With 16 the first 64 tokens after a prompt hit 70 % in VRAM, with 8 72 %, as later ones do (decision 084).
 COPIES_PER_FETCH = 8
 
 

@@ -1,0 +1,119 @@
+"""Why does the first decode step after a prompt take longer than later ones?
+
+    python benchmarks/probes/first_decode_step.py --layers 24 --gpu 0 --tokens 512 4096 --temperature 1
+    python benchmarks/probes/first_decode_step.py --tiny --gpu sim:64MiB,pcie=1GB/s --tokens 100
+
+A Zipf router, --resident percent of the experts in VRAM, an engine in this process. --prompts prompts of each length,
+one after the other. A JSON line for each: the first gaps between tokens and the median gap, in ms. Is the first gap of
+the first prompt alone long, the engine prepares something; if it is that of each prompt, the prompt leaves something.
+Of one more prompt of each length, the first decode step as Python's profiler sees it: the functions in which the host
+spends most time; and with a GPU, of the next one, calls of the driver and work on the device by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from routed_prompts import add_model_options, loaded, shape_of
+
+from proa.bench.prompts import random_prompts
+from proa.engine.engine import Engine
+from proa.types import EngineRequest, Sampling
+
+SHOWN, DECODED = 14, 40  # lines of a profile; tokens of an answer
+
+
+def tokens_at(
+    engine: Engine, prompt: list[int], name: str, temperature: float, around_first: Callable[[], Any] | None = None
+) -> list[float]:
+    """Seconds to each token. around_first: a context around the steps from the first token to the second."""
+    found, began_s, context = list[float](), time.perf_counter(), None
+    sampling = Sampling(max_tokens=DECODED, temperature=temperature, seed=1)
+    engine.submit(EngineRequest(id=name, tokens=prompt, sampling=sampling))
+    while engine.has_work:
+        for event in engine.step():
+            if event.error:
+                raise SystemExit(event.error)
+            found += [time.perf_counter() - began_s] * len(event.tokens)
+        if around_first is not None and found and context is None:
+            context = around_first()
+            context.__enter__()
+        if context is not None and len(found) > 1:
+            context.__exit__(None, None, None)
+            context = around_first = None
+    return found
+
+
+@contextmanager
+def host_profile() -> Iterator[None]:
+    profile = cProfile.Profile()
+    profile.enable()
+    yield
+    profile.disable()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(SHOWN)
+    say({"profile": "host", "lines": [line.strip() for line in text.getvalue().splitlines() if line.strip()][2:]})
+
+
+@contextmanager
+def device_profile() -> Iterator[None]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+        torch.cuda.synchronize()
+    events = list(profile.events())
+    begin = min(event.time_range.start for event in events)
+    for kind, of in (("driver", torch.autograd.DeviceType.CPU), ("device", torch.autograd.DeviceType.CUDA)):
+        longest = sorted(
+            (event for event in events if event.device_type == of), key=lambda event: -event.time_range.elapsed_us()
+        )
+        say({
+            "profile": kind,
+            "name, begin us, us": [
+                (event.name[:60], round(event.time_range.start - begin), round(event.time_range.elapsed_us()))
+                for event in longest[:SHOWN]
+            ],
+        })  # fmt: skip
+
+
+def say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)  # noqa: T201
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser, "bf16")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--resident", type=float, default=25, help="percentage of experts in VRAM")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    asked = parser.parse_args()
+    asked.decode = DECODED
+    shape = shape_of(asked)
+    engine, hybrid, _ = loaded(asked, "zipf", round(shape.experts * asked.resident / 100))
+    for tokens in asked.tokens:
+        prompts = iter(random_prompts(shape.vocab, asked.prompts + 2, tokens, seed=tokens))
+        for number in range(asked.prompts):
+            at_s = tokens_at(engine, next(prompts), f"{tokens} {number}", asked.temperature)
+            gaps = [round(1e3 * (b - a), 2) for a, b in pairwise(at_s)]
+            say({"tokens": tokens, "prompt": number, "first_token_ms": round(1e3 * at_s[0], 1), "gaps": gaps[:5],
+                 "median": median(gaps)})  # fmt: skip
+        tokens_at(engine, next(prompts), f"{tokens} host", asked.temperature, host_profile)
+        if not asked.gpu.startswith("sim:"):
+            tokens_at(engine, next(prompts), f"{tokens} device", asked.temperature, device_profile)
+    hybrid.close()
+
+
+if __name__ == "__main__":
+    main()
