@@ -21,6 +21,7 @@ UNEVEN = HostFiles(
     nodes={0: NodeFiles(tuple(range(12)), 64), 1: NodeFiles(tuple(range(12, 16)), 64)},
     cores={core: (core,) for core in range(16)},
 )
+SMALL_NODE = replace(UNEVEN, nodes={0: NodeFiles(tuple(range(14)), 64), 1: NodeFiles((14, 15), 64)})
 CXL = replace(TWO, nodes={**TWO.nodes, 2: NodeFiles((), 256)})
 
 
@@ -61,8 +62,11 @@ def test_tried_worker_counts(
         pytest.param(ONE, None, (15,), "16 CPUs usable; one is left to the threads", id="one CPU is left"),
         pytest.param(ONE, 16, (16,), "as asked", id="unless all are asked for"),
         pytest.param(block_numbered(1, 8), None, (15,), "16 CPUs usable; one is left", id="SMT siblings have workers"),
-        pytest.param(TWO, None, (7, 7), "one of each memory node (2) is left", id="one of each node"),
-        pytest.param(sibling_numbered(2, 4), None, (7, 7), "one of each memory node", id="siblings on two nodes"),
+        pytest.param(TWO, None, (7, 7), "16 CPUs usable; 2 are left, one for each memory node", id="one for each node"),
+        pytest.param(sibling_numbered(2, 4), None, (7, 7), "2 are left", id="siblings on two nodes"),
+        pytest.param(UNEVEN, None, (10, 4), "2 are left", id="uneven nodes"),
+        pytest.param(SMALL_NODE, None, (14, 2), "16 CPUs usable", id="a node with two CPUs"),
+        pytest.param(replace(sibling_numbered(2, 8), quota_cores=9), None, (5, 4), "9 of 32", id="no node is given up"),
         pytest.param(HostFiles(cpus=4), None, (3,), "4 CPUs usable; one is left", id="four CPUs"),
         pytest.param(HostFiles(cpus=3), None, (3,), "3 CPUs usable", id="too few"),
         pytest.param(block_numbered(2, 2, 1), None, (2, 2), "4 CPUs usable", id="too few on a node"),
@@ -79,7 +83,7 @@ def test_workers_beside_a_gpu(
     assert (threads, row.got, workers.trials) == (sum(shares), str(sum(shares)), (shares,))
     assert tuple(len(set(team.cpus)) for team in workers.teams) == shares
     assert why in row.why
-    assert ("left to" in row.why) == (asked is None and threads < machine.usable_cores)
+    assert ("left" in row.why) == (asked is None and threads < machine.usable_cores)
 
 
 def test_default_binds_each_worker_to_a_cpu(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class MachineOptions:
     threads: int | None = option(
         None,
         help="CPU threads; default: one per usable core, of which decode uses as many as measure fastest; with a GPU "
-        "one per usable CPU, but for one CPU of each memory node",
+        "one per usable CPU, less one for each memory node",
         low=1,
         high=4096,
     )

@@ -19,7 +19,7 @@ SAVING_SPIN_US = 50
 # With a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than waking.
 # A step ended 0.4 ms earlier than with a millisecond, on 16 CPUs with a worker each (docs/lab).
 LAUNCHED_SPIN_US = 20
-# With a GPU, one CPU of each memory node has no worker if there are at least so many: the thread that launches a
+# With a GPU, one CPU for each memory node has no worker if all have at least so many: the thread that launches a
 # prompt's work is busy meanwhile, and the other workers wait for the one that shares its CPU at the end of each phase.
 # H200, fp8, 128 tokens, 16 CPUs: experts are read at 39 to 60 GB/s by 16 workers, at 59 to 77 by 15; first token on 8
 # and 4 of the CPUs 159 -> 149 and 192 -> 174 ms (decision 085).
@@ -55,14 +55,16 @@ def plan_threads(asked: int | None, machine: Machine, *, launched: bool) -> tupl
 
 def _with_gpu(machine: Machine) -> tuple[int, str]:
     """The number of workers beside a GPU, and why."""
-    usable, nodes = machine.usable_cores, len(teams(machine))
+    usable, every = machine.usable_cores, teams(machine)
     why = f"{usable} CPUs usable"
     if usable < len(machine.usable_cpus):
         why = f"the CPU quota is {machine.quota_cores:.4g} of {len(machine.usable_cpus)} CPUs"
-    if usable < LEAST_TO_SPARE * nodes:
+    got = usable - len(every)
+    # Fewer workers may not give up a memory node, whose RAM would then have no weights.
+    if min(len(team.cpus) for team in every) < LEAST_TO_SPARE or len(teams(machine, got)) < len(every):
         return usable, why
-    left = "one is left" if nodes == 1 else f"one of each memory node ({nodes}) is left"
-    return usable - nodes, f"{why}; {left} to the threads that launch the GPU's work"
+    left = "one is left" if len(every) == 1 else f"{len(every)} are left, one for each memory node,"
+    return got, f"{why}; {left} to the threads that launch the GPU's work"
 
 
 def plan_workers(
