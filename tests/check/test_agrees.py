@@ -18,6 +18,7 @@ from proa.check.apart import OutOfTime
 from proa.check.compare import Comparison
 from proa.check.drive import CACHED, DECODE, FROM_FILES, FROM_RAM, PROMPT
 from proa.check.observe import observe
+from proa.check.paths import NoPath
 from proa.check.paths import Path as OnePath
 from proa.check.report import answer, notes, scope
 from proa.check.run import Answer, Failed
@@ -66,7 +67,7 @@ def test_prefixes_from_tiers(name: str, gpu: str, only: str, tmp_path: Path, mon
     else:
         assert path.worst.keys() == PHASES | {FROM_FILES}
         assert path.left_out == {FROM_RAM: "the KV cache is in RAM already: see --kv-memory"}
-        assert f"not checked: {FROM_RAM}: {', '.join(path.name for path in report.observed)}: the KV" in "\n".join(
+        assert f"not checked: {FROM_RAM}: {'; '.join(path.name for path in report.observed)}: the KV" in "\n".join(
             notes(report)
         )
 
@@ -305,6 +306,17 @@ def test_a_difference_is_a_no_even_if_time_ran_out(tmp_path: Path, monkeypatch: 
     report.late, report.failed = ["GPU"], [Failed("CPU, amx", "its process was ended by SIGILL.")]
     assert report.answer is Answer.NO
     assert answer(report).startswith("no: 1 of 2 paths differ")
+
+
+def test_the_answer_counts_the_paths_that_were_not_checked(tmp_path: Path, monkeypatch: Patch) -> None:
+    report = checked(make_tiny("qwen3-moe", tmp_path), monkeypatch, only="CPU, scalar")
+    for count, text in (
+        (0, "reference, in"),
+        (1, "reference; 1 was not checked"),
+        (2, "reference; 2 were not checked"),
+    ):
+        report.skipped = [NoPath("CPU, amx", "this CPU lacks it")] * count
+        assert f"yes: 1 path agrees with the {text}" in answer(report)
 
 
 def test_no_mutation_moves_experts(tmp_path: Path, monkeypatch: Patch) -> None:

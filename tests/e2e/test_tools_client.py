@@ -263,9 +263,12 @@ def test_progress_of_a_long_prompt(client: openai.OpenAI) -> None:
         assert all(not c.choices for c in chunks if c.model_extra and "prompt_progress" in c.model_extra)
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices and not c.choices[0].index)
         assert bool(found) == bool(more)
+    *parts, whole = found
     done = [progress["processed"] for progress in found]
     assert done == sorted(done)
-    assert all(p["cache"] <= p["processed"] < p["total"] and p["time_ms"] >= 0 for p in found)
+    assert all(p["cache"] <= p["processed"] < p["total"] and p["time_ms"] >= 0 for p in parts)
+    assert whole["cache"] <= whole["processed"] == whole["total"]
+    assert chunks[len(found) - 1].prompt_progress == whole  # before the first object with choices
     plain = client.chat.completions.create(**asked, extra_body={"return_progress": True})
     assert plain.choices[0].message.content == "Hello!\n"
 

@@ -33,7 +33,7 @@ def notes(report: Report) -> Iterator[str]:
         if CACHED not in path.worst:
             yield f"{path.name}: no prompt reused a cached prefix"
     for phase, why, names in left_out(report):
-        yield f"not checked: {phase}: {', '.join(names)}: {why}"
+        yield f"not checked: {phase}: {'; '.join(names)}: {why}"
     for name in report.late:
         yield f"not compared: {name}: the time limit of {report.limit_s:.0f} s"
     for loss in report.losses:
@@ -85,7 +85,8 @@ def answer(report: Report) -> str:
         return f"no: {report.wrong} of {count} paths differ from the reference, {took}"
     if report.answer is Answer.NONE:
         return f"no answer: {_missing(report)}. The check took {report.seconds:.0f} s"
-    more = f"; {len(report.skipped)} were not checked" if report.skipped else ""
+    left = len(report.skipped)
+    more = f"; {left} {'was' if left == 1 else 'were'} not checked" if left else ""
     return f"yes: {count} path{'s' * (count > 1)} agree{'s' * (count == 1)} with the reference{more}, {took}"
 
 

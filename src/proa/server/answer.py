@@ -87,6 +87,8 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
                     yield job.progress_object(_prompt_progress(usage, record, chunk.progress))
                 continue
             _refuse_cut_off(chunk)
+            if job.progress_object is not None and (whole := _whole_prompt(job, chunk)) is not None:
+                yield job.progress_object(_prompt_progress(usage, record, whole))
             if job.is_prompt_only:
                 chunk = _without_token(chunk)
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
@@ -103,6 +105,13 @@ async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics
     if job.ends_with_usage:
         for written in job.writer.last_objects(usage):
             yield written
+
+
+def _whole_prompt(job: Job, chunk: Chunk) -> Progress | None:
+    """The progress of the prompt if this chunk is the first after it and the job asks for progress."""
+    if not job.params.return_progress or chunk.index != 0 or chunk.cached_tokens is None:
+        return None
+    return Progress(sum(map(len, job.prompts)), chunk.cached_tokens)
 
 
 def _prompt_progress(usage: Usage, record: RequestRecord, progress: Progress) -> PromptProgress:
