@@ -18,7 +18,7 @@ from proa.engine.executors.page_table import PageTable
 from proa.engine.scheduling.copying import CopyRules
 from proa.engine.scheduling.phases import FixedPhases, FreePhases
 from proa.engine.scheduling.policy import Limits
-from proa.engine.scheduling.request import NO_SLOT, Request
+from proa.engine.scheduling.request import NO_SLOT, Request, State
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
@@ -187,6 +187,20 @@ class FakeEngine:
         assert self.over is not None
         (plan, table), self.over = self.over, None
         return self._end(plan, table, 0, lambda name: False)
+
+    def give_up(self) -> None:
+        """Cancel the step that is computed now of those beside: whatever it wrote is lost."""
+        if self.over is not None:
+            (plan, _), self.over = self.over, None
+        else:
+            assert self.beside is not None
+            (plan, _), self.beside = self.beside, None
+        self.spoiled = {key for key in self.spoiled if key[0] != id(plan)}
+        again = [item.request for item in plan.items if self.scheduler.counts(item)]
+        most = sum(item.start + item.num_tokens for item in plan.items if item.request in again)
+        assert bool(again) <= self.scheduler.tokens_again(plan) <= most
+        self.scheduler.give_up(plan)
+        assert all(request.state is State.WAITING for request in again)
 
     def _begin_beside(self, plan: StepPlan, others: Sequence[StepItem]) -> tuple[StepPlan, Tables]:
         """Launch a step beside. A device may compute any part of it at any time until it is finished, so its pages

@@ -108,9 +108,10 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
         assert fake.scheduler.stats() == before
 
 
-def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
-    """Returns the idle engine, its numbers of steps planned ahead, beside and over, and the most steps in flight."""
-    random, most = Random(seed), 0
+def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int, int]:
+    """Returns the idle engine, its numbers of steps planned ahead, beside and over, the most steps in flight, and the
+    steps beside that were given up."""
+    random, most, given_up = Random(seed), 0, 0
     fake, ahead, beside, over, patience = make_engine(random), 0, 0, 0, random.choice([0.2, 0.7, 1.0])
     short_tokens = random.choice([0, 1, 5, 12])
     num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
@@ -142,6 +143,9 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
         if fake.beside and (not fake.over or random.random() < 0.1) and random.random() < patience:
             fake.finish_beside()
             beside += 1
+        if fake.beside and random.random() < 0.05:
+            fake.give_up()
+            given_up += 1
         if fake.tiers:
             fake.tiers.advance(patience)
             if fake.cache and random.random() < 0.3:
@@ -152,13 +156,14 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int, int]:
     while fake.plans:
         fake.finish(fake.plans[0])
     fake.drain()
-    return fake, ahead, beside, over, most
+    return fake, ahead, beside, over, most, given_up
 
 
 @pytest.mark.parametrize("block", range(examples(10)))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
     finished = preempted = cached = aborted = ahead = beside = over = copied = restored = states = passes = most = 0
+    given_up = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
@@ -166,6 +171,7 @@ def test_seeded_schedules(block: int) -> None:
             error.add_note(f"run_schedule({seed})")
             raise
         ahead, beside, over, most = ahead + steps[0], beside + steps[1], over + steps[2], max(most, steps[3])
+        given_up += steps[4]
         stats = fake.scheduler.stats()
         finished += len(fake.finished)
         preempted += stats.preemptions
@@ -176,7 +182,7 @@ def test_seeded_schedules(block: int) -> None:
         restored += fake.tiers.restored_pages if fake.tiers else 0
         states += fake.tiers.restored_states if fake.tiers else 0
     counts = (finished, preempted, cached, aborted, ahead, 2 * beside, 20 * over, copied, 6 * restored, 50 * states)
-    assert min(*counts, 50 * passes) > per_block, "the schedules exercise too little"
+    assert min(*counts, 50 * passes, 20 * given_up) > per_block, "the schedules exercise too little"
     assert most >= 3
 
 
@@ -225,6 +231,11 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def finish_beside(self) -> None:
         self.fake.finish_beside()
+
+    @precondition(lambda self: self.fake.beside)
+    @rule()
+    def give_up(self) -> None:
+        self.fake.give_up()
 
     @precondition(lambda self: not self.fake.plans)
     @rule(steps=st.integers(1, 30))

@@ -323,21 +323,36 @@ def test_an_aborted_prompt_takes_no_more_turns(kind: str, load: Callable[[str, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_abort_keeps_the_other_prompt_of_the_step(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    """The prefill step goes on for the other request; the aborted one gets no event."""
-    case = case_of(load(kind, "qwen3-moe"), durations=(1.0, 3.0))
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])
+@pytest.mark.parametrize(("left", "stays", "anew"), [(ROWS + 9, 5, False), (ROWS - 4, 4, True), (5, 26, False)])
+def test_an_abort_keeps_the_other_prompt_of_the_step(
+    kind: str, family: str, left: int, stays: int, anew: bool, load: Callable[[str, str], Loaded]
+) -> None:
+    """The prefill step goes on for the other request, or is given up if that is a small part of it; the aborted one
+    gets no event."""
+    model, asked = load(kind, family), request("stays", prompt(stays, 3), 5, prompt_logprobs=1)
+    case = case_of(model, durations=(1.0, 3.0))
     decode(case, 1, 60)
-    case.engine.submit(request("left", prompt(ROWS + 9), 5, prompt_logprobs=1))
-    case.engine.submit(request("stays", prompt(5, 3), 5, prompt_logprobs=1))
+    case.engine.submit(request("left", prompt(left), 5, prompt_logprobs=1))
+    case.engine.submit(asked)
     while True:
         case.engine.step()
         plan = case.engine.scheduler.beside
         if plan is not None and len(plan.items) == 2:
             break
     case.engine.abort("left")
+    case.engine.step()
+    now = case.engine.scheduler.beside
+    assert now is not None
+    assert (now is not plan) == anew
+    assert [item.request.id for item in now.items] == (["stays"] if anew else ["left", "stays"])
+    case.engine.scheduler.check()
     events = finish_all(case.engine)
     assert "left" not in events
-    assert [len(event.prompt_logprobs) for event in events["stays"] if event.prompt_logprobs] == [5]
+    assert [len(event.prompt_logprobs) for event in events["stays"] if event.prompt_logprobs] == [stays]
+    plain = case_of(model, turns=False)
+    plain.engine.submit(asked)
+    assert tokens_of(events["stays"])[0] == tokens_of(finish_all(plain.engine)["stays"])[0]
     stats = case.engine.stats()
     assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 

@@ -129,9 +129,10 @@ class Engine:
         other steps write them."""
         scheduler = self.scheduler
         for step in (scheduler.beside, scheduler.over):
-            if step is not None and not any(map(scheduler.counts, step.items)):
+            ended = step is not None and not all(map(scheduler.counts, step.items))
+            if step is not None and ended and self._turns.gains_anew(step, scheduler.tokens_again(step)):
                 self._turns.cancel(step)
-                scheduler.commit(step, {})
+                scheduler.give_up(step)
         plan = scheduler.plan(self._turns.most_tokens, self._turns.short_tokens())
         self.clock.lap(Stage.SCHEDULE)
         self._turns.launch(scheduler.beside, scheduler.over)

@@ -30,12 +30,13 @@ recurrent states, a step also says which of them are copied before and after it 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.scheduling.copying import CopyRules, copying
 from proa.engine.scheduling.integrity import check_lineups, check_pages, check_request, check_slots
+from proa.engine.scheduling.lookup import PrefixLookup
 from proa.engine.scheduling.phases import FreePhases, NextChunk, Phases
 from proa.engine.scheduling.policy import Limits, Lineup, goes_on, refuse_crowd, refuse_impossible
 from proa.engine.scheduling.request import NO_SLOT, Request, State
@@ -65,6 +66,7 @@ class Scheduler:
         FixedPhases, which allow one phase per step."""
         self.limits, self._allocator, self._cache = limits, allocator, prefix_cache
         self._phases: Phases = phases or FreePhases()
+        self._lookup = PrefixLookup(prefix_cache, self._phases, limits.page_tokens)
         self.room = Room(allocator, prefix_cache)
         self.behind = behind(tiers, prefix_cache, allocator, self._phases)
         self._copying = copying(prefix_cache, copy_rules or CopyRules(), self.behind, self._phases.least_tokens)
@@ -254,6 +256,23 @@ class Scheduler:
                 self._remove(request)
         return events
 
+    def tokens_again(self, plan: StepPlan) -> int:
+        """Tokens that the requests of a step in flight would compute again if it was given up."""
+        living = (item for item in plan.items if self.counts(item))
+        return sum(self._lookup.num_again(item.request, item.start + item.num_tokens) for item in living)
+
+    def give_up(self, plan: StepPlan) -> None:
+        """Remove a step in flight that was cancelled. Its requests that have not ended wait again, at their old
+        places."""
+        self._land(plan)
+        for item in plan.items:
+            if self._copying:
+                self._copying.forget(item)
+            if item.request.state is State.FINISHED:
+                self._remove(item.request)
+            else:
+                self._return(item.request)
+
     def _land(self, plan: StepPlan) -> None:
         """Remove the plan from those in flight."""
         if plan is self.beside:
@@ -311,11 +330,12 @@ class Scheduler:
                 continue
             if most_tokens is not None or self._turns:
                 num_looked += waits
-                if not step.suits(request, self._num_left(request), room_tokens, only_whole=most_tokens is not None):
-                    is_open = is_open and not (waits and self._pages_short(request, self._match(request)) > 0)
+                num_left = self._lookup.num_left(request)
+                if not step.suits(request, num_left, room_tokens, only_whole=most_tokens is not None):
+                    is_open = is_open and not (waits and self._pages_short(request, self._lookup.match(request)) > 0)
                     continue
             if waits:
-                if request.group in leading and self._may_match(request):
+                if request.group in leading and self._lookup.may_match(request):
                     continue
                 is_open = self._admit(request, step)
                 if request.state is State.WAITING:  # it does not fit, or pages are restored for it
@@ -326,11 +346,6 @@ class Scheduler:
             if self._copying and not self._phases.in_cells:
                 chunk = NextChunk(self._copying.chunk(request, chunk.num_tokens))
             step.add_chunk(request, chunk)
-
-    def _num_left(self, request: Request) -> int:
-        """Tokens that the request has to compute, if it is admitted now."""
-        match = self._match(request) if request.state is State.WAITING else None
-        return request.num_left - len(match.pages if match else ()) * self.limits.page_tokens
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests whose next step is prefill, and waiting ones, in the order of service."""
@@ -344,10 +359,6 @@ class Scheduler:
             return False
         return self._copying.leads(request) if self._copying else request.num_computed < request.num_shareable
 
-    def _may_match(self, request: Request) -> bool:
-        """Whether a cached prefix may be used: logprobs of prompt tokens need these tokens to be computed."""
-        return request.sampling.prompt_logprobs is None or request.num_generated > 0
-
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Start a waiting request, or restore pages for it, if a slot and pages are free or can be taken from requests
         of worse priority. Returns False if they are not."""
@@ -356,15 +367,15 @@ class Scheduler:
         if len(self._running) - len(worse) >= self.limits.num_slots:
             return False
         while True:
-            match = self._match(request)
+            match = self._lookup.match(request)
             short = self._pages_short(request, match)
             if short <= 0 and len(self._running) < self.limits.num_slots:
                 break
             if self.room.recall(short) or not worse or short > sum(1 + len(r.pages) for r in worse):
                 return False
             self._preempt(worse.pop(), step)
-        most, calm, reading = self._matchable_tokens(request), not self._in_flight, {r.copy_from for r in self._running}
-        if match and self.behind.begin(request, match, most, calm=calm, reading=reading):
+        most, reading = self._lookup.matchable_tokens(request), {r.copy_from for r in self._running}
+        if match and self.behind.begin(request, match, most, calm=not self._in_flight, reading=reading):
             return True
         self._waiting.remove(request)
         self._running.add(request)
@@ -379,24 +390,11 @@ class Scheduler:
         request.pages += self.room.take(self._pages_needed(request))
         return True
 
-    def _matchable_tokens(self, request: Request) -> int:
-        return self._phases.matched_tokens(request) if self._may_match(request) else 0
-
     def _count_prompt(self, request: Request, match: PrefixMatch | None) -> None:
         if request.num_cached is None:
             request.num_cached = len(match.pages) * self.limits.page_tokens if match else 0
             self._totals.prompt_tokens += request.num_prompt
             self._totals.cached_prompt_tokens += request.num_cached
-
-    def _match(self, request: Request) -> PrefixMatch | None:
-        if self._cache is None:
-            return None
-        num_pages = self._matchable_tokens(request) // self.limits.page_tokens
-        match = self._cache.match(self._keys(self._cache, request, num_pages))
-        num_matched = len(match.pages) * self.limits.page_tokens
-        if (num_whole := self._phases.whole_tokens(num_matched)) == num_matched:
-            return match
-        return self._cache.match(self._keys(self._cache, request, num_whole // self.limits.page_tokens))
 
     def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
         """Number of pages missing to admit the request; each running request keeps one spare page to grow into."""
@@ -424,11 +422,15 @@ class Scheduler:
     def _preempt(self, request: Request, step: StepBuilder | None = None) -> None:
         if step:
             step.remove(request)
+        self._return(request)
+        self._totals.preemptions += 1
+
+    def _return(self, request: Request) -> None:
+        """Let a running request wait again, without its pages."""
         self._running.remove(request)
         self._release(request)
         request.preempt()
         self._waiting.add(request)
-        self._totals.preemptions += 1
 
     # ---- results
 
@@ -465,7 +467,7 @@ class Scheduler:
         first, last = request.num_shared // self.limits.page_tokens, num_tokens // self.limits.page_tokens
         if self._cache is None or request.node is None or first >= last:
             return
-        keys = self._keys(self._cache, request, last)[first:]
+        keys = self._lookup.keys(self._cache, request, last)[first:]
         own = request.pages[first:last]
         request.node, held = self._cache.insert(request.node, keys, own)
         if held != own:
@@ -492,9 +494,3 @@ class Scheduler:
         if request.state_slot != NO_SLOT:
             self._free_states.append(request.state_slot)
         request.forget_pages()
-
-    def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
-        """Prefix-cache keys of the request's first `num_pages` pages, computed once and kept."""
-        if len(request.keys) < num_pages:
-            request.keys += cache.page_keys(request.tokens, request.salt, len(request.keys), self._phases.cell_tokens)
-        return request.keys[:num_pages]
