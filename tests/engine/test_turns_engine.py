@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.turn_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, loader
+from engine.turn_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, decode, loader, planned, prompt
 from engines import Loaded, finish_all, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
-from proa.engine.scheduling.request import Request
-from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.turns import PrefillTurns
 from proa.machine.cost.turns import GapLimit
 from proa.native.pool import Pool
@@ -34,17 +32,6 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
     return loader(pool, tmp_path_factory.mktemp("tiny"))
-
-
-def prompt(count: int, first: int = 5) -> list[int]:
-    return [(first + 7 * i) % 240 + 3 for i in range(count)]
-
-
-def decode(case: Case, count: int, tokens: int) -> list[TokenEvent]:
-    """Start `count` requests d0, d1... and run four decode steps."""
-    for i in range(count):
-        case.engine.submit(request(f"d{i}", prompt(3, i), tokens))
-    return [event for _ in range(4) for event in case.engine.step()]
 
 
 def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, list[TokenEvent]]:
@@ -251,13 +238,6 @@ def test_nan_in_a_prompt_that_overtakes(load: Callable[[str, str], Loaded]) -> N
     assert "NaN or infinity in layer" in (ends["short"].error or "")
 
 
-def planned(name: str, count: int) -> StepPlan:
-    """A step of a whole prompt."""
-    asked = Request(request(name, prompt(count), 5), context_tokens=64, page_tokens=PAGE_TOKENS)
-    asked.pages, asked.state_slot = list(range(16)), 0
-    return StepPlan((StepItem(asked, 0, count, True),))
-
-
 def test_steps_that_overtake_alternate_with_the_long_one(load: Callable[[str, str], Loaded]) -> None:
     """One may overtake if the held step still takes long, and after the last one the held step is computed for as
     long as that one took."""
@@ -298,63 +278,6 @@ def test_prefill_finishes_when_no_request_decodes(kind: str, load: Callable[[str
     assert count >= 4
     assert names[: count + 2] == ["d0"] * count + ["long"] * 2
     finish_all(case.engine)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_aborted_prompt_takes_no_more_turns(kind: str, load: Callable[[str, str], Loaded]) -> None:
-    case = case_of(load(kind, "qwen3-next"), durations=(1.0, 3.0))
-    decode(case, 2, 60)
-    case.engine.submit(request("long", prompt(30), 5))
-    for _ in range(3):
-        case.engine.step()
-    assert case.engine.scheduler.beside is not None
-    case.engine.abort("long")
-    case.engine.step()
-    assert case.engine.scheduler.beside is None
-    case.engine.submit(request("next", prompt(30, 2), 5))
-    events = finish_all(case.engine)
-    assert "long" not in events
-    assert len(tokens_of(events["next"])) == 5
-    plain = case_of(load(kind, "qwen3-next"), turns=False)
-    plain.engine.submit(request("next", prompt(30, 2), 5))
-    assert tokens_of(finish_all(plain.engine)["next"])[0] == tokens_of(events["next"])[0]
-    stats = case.engine.stats()
-    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])
-@pytest.mark.parametrize(("left", "stays", "anew"), [(ROWS + 9, 5, False), (ROWS - 4, 4, True), (5, 26, False)])
-def test_an_abort_keeps_the_other_prompt_of_the_step(
-    kind: str, family: str, left: int, stays: int, anew: bool, load: Callable[[str, str], Loaded]
-) -> None:
-    """The prefill step goes on for the other request, or is given up if that is a small part of it; the aborted one
-    gets no event."""
-    model, asked = load(kind, family), request("stays", prompt(stays, 3), 5, prompt_logprobs=1)
-    case = case_of(model, durations=(1.0, 3.0))
-    decode(case, 1, 60)
-    case.engine.submit(request("left", prompt(left), 5, prompt_logprobs=1))
-    case.engine.submit(asked)
-    while True:
-        case.engine.step()
-        plan = case.engine.scheduler.beside
-        if plan is not None and len(plan.items) == 2:
-            break
-    case.engine.abort("left")
-    case.engine.step()
-    now = case.engine.scheduler.beside
-    assert now is not None
-    assert (now is not plan) == anew
-    assert [item.request.id for item in now.items] == (["stays"] if anew else ["left", "stays"])
-    case.engine.scheduler.check()
-    events = finish_all(case.engine)
-    assert "left" not in events
-    assert [len(event.prompt_logprobs) for event in events["stays"] if event.prompt_logprobs] == [stays]
-    plain = case_of(model, turns=False)
-    plain.engine.submit(asked)
-    assert tokens_of(events["stays"])[0] == tokens_of(finish_all(plain.engine)["stays"])[0]
-    stats = case.engine.stats()
-    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 @pytest.mark.parametrize("kind", KINDS)

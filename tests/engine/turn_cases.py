@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines import HEAD_ROWS, RULES, Loaded, load_decoder, load_native, prefixes
+from engines import HEAD_ROWS, RULES, Loaded, load_decoder, load_native, prefixes, request
 from hybrid_engines import Split, load_split
 from proa.cache.pages import PageAllocator
 from proa.engine.engine import Engine
@@ -17,10 +17,13 @@ from proa.engine.executors.batch import StepLimits
 from proa.engine.executors.executor import Executor, Pace
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.request import Request
 from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.engine.turns import PrefillTurns
 from proa.machine.cost.turns import GapLimit
 from proa.native.pool import Pool
+from proa.types import TokenEvent
 from tiny import make_tiny
 
 PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 5, 32
@@ -88,3 +91,21 @@ def loader(pool: Pool, folder: Path) -> Callable[[str, str], Loaded]:
         return load_split(made, pool, split, device)
 
     return load
+
+
+def prompt(count: int, first: int = 5) -> list[int]:
+    return [(first + 7 * i) % 240 + 3 for i in range(count)]
+
+
+def decode(case: Case, count: int, tokens: int) -> list[TokenEvent]:
+    """Start `count` requests d0, d1... and run four decode steps."""
+    for i in range(count):
+        case.engine.submit(request(f"d{i}", prompt(3, i), tokens))
+    return [event for _ in range(4) for event in case.engine.step()]
+
+
+def planned(name: str, count: int) -> StepPlan:
+    """A step of a whole prompt."""
+    asked = Request(request(name, prompt(count), 5), context_tokens=64, page_tokens=PAGE_TOKENS)
+    asked.pages, asked.state_slot = list(range(16)), 0
+    return StepPlan((StepItem(asked, 0, count, True),))

@@ -129,8 +129,9 @@ class Engine:
         other steps write them."""
         scheduler = self.scheduler
         for step in (scheduler.beside, scheduler.over):
-            ended = step is not None and not all(map(scheduler.counts, step.items))
-            if step is not None and ended and self._turns.gains_anew(step, scheduler.tokens_again(step)):
+            if step is None or all(map(scheduler.counts, step.items)):
+                continue
+            if self._turns.should_give_up(step, scheduler.tokens_again(step)):
                 self._turns.cancel(step)
                 scheduler.give_up(step)
         plan = scheduler.plan(self._turns.most_tokens, self._turns.short_tokens())

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 STEPS = 5  # the undisturbed gap is the median of this many decode steps
 _SAID_AFTER = 8  # turns with blocks that do not fit, after which the log says so
-# A step some of whose requests were aborted is given up if the others would compute at most this share of its tokens
-# that are left: they share what a step costs beside its tokens, and what is computed of them is lost.
-ANEW_SHARE = 0.25
+# A prefill step some of whose requests were aborted is given up if the others need at most this share of the tokens
+# that are left of it. They are computed anew, in a step that also reads weights or copies experts again.
+GIVE_UP_SHARE = 0.25
 MOST_OVER = 3  # gaps beyond the limit, after which a prefill step beside decode steps goes on in turns with them
 
 
@@ -73,7 +73,7 @@ class NoTurns:
     def progress(self) -> list[tuple[StepPlan, float]]:
         return []
 
-    def gains_anew(self, plan: StepPlan, tokens_again: int) -> bool:
+    def should_give_up(self, plan: StepPlan, tokens_again: int) -> bool:
         return False
 
     def cancel(self, plan: StepPlan | None = None) -> None:
@@ -239,12 +239,12 @@ class PrefillTurns:
         shares = [(flight.plan, self._runner.done_share(flight)) for flight in held]
         return [(plan, share) for plan, share in shares if share]
 
-    def gains_anew(self, plan: StepPlan, tokens_again: int) -> bool:
-        """Whether the requests of a held step that have not ended are done sooner if it is given up. tokens_again: that
-        they would compute again."""
+    def should_give_up(self, plan: StepPlan, tokens_again: int) -> bool:
+        """Whether a held step should be given up, because some of its requests were aborted and the others end sooner
+        in a new one. tokens_again: that these others would compute there."""
         flight = next(flight for flight in self._held if flight.plan is plan)
         left = 0.0 if self._done and flight is self._held[-1] else 1 - self._runner.done_share(flight)
-        return not tokens_again or tokens_again <= ANEW_SHARE * left * plan.num_tokens
+        return not tokens_again or tokens_again <= GIVE_UP_SHARE * left * plan.num_tokens
 
     def cancel(self, plan: StepPlan | None = None) -> None:
         """Discard the held step with this plan; None: all."""

@@ -18,9 +18,11 @@ class PrefixLookup:
         return request.sampling.prompt_logprobs is None or request.num_generated > 0
 
     def matchable_tokens(self, request: Request) -> int:
+        """Most tokens of a cached prefix that the request may use."""
         return self._phases.matched_tokens(request) if self.may_match(request) else 0
 
     def match(self, request: Request) -> PrefixMatch | None:
+        """The longest cached prefix that the request may use. None: there is no cache."""
         if self._cache is None:
             return None
         num_pages = self.matchable_tokens(request) // self._page_tokens

@@ -257,7 +257,8 @@ class Scheduler:
         return events
 
     def tokens_again(self, plan: StepPlan) -> int:
-        """Tokens that the requests of a step in flight would compute again if it was given up."""
+        """Tokens that requests of a step in flight, of those that have not ended, would compute anew if it was given
+        up."""
         living = (item for item in plan.items if self.counts(item))
         return sum(self._lookup.num_again(item.request, item.start + item.num_tokens) for item in living)
 
