@@ -17,42 +17,31 @@ import cProfile
 import io
 import json
 import pstats
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
-from routed_prompts import add_model_options, loaded, shape_of
+from routed_prompts import add_model_options, loaded, shape_of, times_of
 
 from proa.bench.prompts import random_prompts
-from proa.engine.engine import Engine
-from proa.types import EngineRequest, Sampling
 
 SHOWN, DECODED = 14, 40  # lines of a profile; tokens of an answer
 
 
-def tokens_at(
-    engine: Engine, prompt: list[int], name: str, temperature: float, around_first: Callable[[], Any] | None = None
-) -> list[float]:
-    """Seconds to each token. around_first: a context around the steps from the first token to the second."""
-    found, began_s, context = list[float](), time.perf_counter(), None
-    sampling = Sampling(max_tokens=DECODED, temperature=temperature, seed=1)
-    engine.submit(EngineRequest(id=name, tokens=prompt, sampling=sampling))
-    while engine.has_work:
-        for event in engine.step():
-            if event.error:
-                raise SystemExit(event.error)
-            found += [time.perf_counter() - began_s] * len(event.tokens)
-        if around_first is not None and found and context is None:
-            context = around_first()
+def in_first_step(context: AbstractContextManager[None]) -> Callable[[int], None]:
+    """For times_of: enters the context at the first token, leaves it at the second."""
+
+    def told(tokens: int) -> None:
+        if tokens == 1:
             context.__enter__()
-        if context is not None and len(found) > 1:
+        elif tokens == 2:
             context.__exit__(None, None, None)
-            context = around_first = None
-    return found
+
+    return told
 
 
 @contextmanager
@@ -104,14 +93,15 @@ def main() -> None:
     engine, hybrid, _ = loaded(asked, "zipf", round(shape.experts * asked.resident / 100))
     for tokens in asked.tokens:
         prompts = iter(random_prompts(shape.vocab, asked.prompts + 2, tokens, seed=tokens))
+        answer = partial(times_of, engine, count=DECODED, temperature=asked.temperature)
         for number in range(asked.prompts):
-            at_s = tokens_at(engine, next(prompts), f"{tokens} {number}", asked.temperature)
+            at_s = answer(next(prompts), f"{tokens} {number}")
             gaps = [round(1e3 * (b - a), 2) for a, b in pairwise(at_s)]
             say({"tokens": tokens, "prompt": number, "first_token_ms": round(1e3 * at_s[0], 1), "gaps": gaps[:5],
                  "median": median(gaps)})  # fmt: skip
-        tokens_at(engine, next(prompts), f"{tokens} host", asked.temperature, host_profile)
+        answer(next(prompts), f"{tokens} host", told=in_first_step(host_profile()))
         if not asked.gpu.startswith("sim:"):
-            tokens_at(engine, next(prompts), f"{tokens} device", asked.temperature, device_profile)
+            answer(next(prompts), f"{tokens} device", told=in_first_step(device_profile()))
     hybrid.close()
 
 

@@ -80,9 +80,10 @@ def loaded(asked: argparse.Namespace, router: str, resident: int) -> tuple[Engin
 
 def times_of(
     engine: Engine, prompt: list[int], name: str, count: int = 1, *, temperature: float = 0.0,
-    counted: Callable[[], None] = lambda: None,
+    told: Callable[[int], None] = lambda tokens: None,
 ) -> list[float]:  # fmt: skip
-    """Seconds from the request to each of its first `count` tokens. counted: called at the first of every 64."""
+    """Seconds from the request to each of its first `count` tokens. told: called whenever tokens have come, with their
+    number so far."""
     found, began_s = list[float](), time.perf_counter()
     sampling = Sampling(max_tokens=count, temperature=temperature, seed=1)
     engine.submit(EngineRequest(id=name, tokens=prompt, sampling=sampling))
@@ -91,8 +92,8 @@ def times_of(
             if event.error:
                 raise SystemExit(event.error)
             found += [time.perf_counter() - began_s] * len(event.tokens)
-            if event.tokens and len(found) % FIRST == 1:
-                counted()
+            if event.tokens:
+                told(len(found))
     return found
 
 
@@ -162,10 +163,12 @@ def after_a_prompt(asked: argparse.Namespace, promotes: bool) -> None:
     tokens = max(asked.tokens)
     (prompt,) = random_prompts(shape_of(asked).vocab, 1, tokens)
     seen: list[Any] = []
-    at_s = times_of(
-        engine, prompt, "long", asked.decode, temperature=asked.temperature,
-        counted=lambda: seen.append(hybrid.counters()),
-    )  # fmt: skip
+
+    def counted(tokens: int) -> None:
+        if tokens % FIRST == 1:
+            seen.append(hybrid.counters())
+
+    at_s = times_of(engine, prompt, "long", asked.decode, temperature=asked.temperature, told=counted)
     windows = [
         [round(FIRST / (at_s[64 * (i + 1)] - at_s[64 * i]), 1),
          round((b.hits - a.hits) / max(1, b.choices - a.choices), 3), round((b.moved_bytes - a.moved_bytes) / 1e6)]
