@@ -16,12 +16,15 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
 _CACHE = Path(os.environ.get("PROA_TEST_WHEELS") or Path(tempfile.gettempdir()) / f"proa-test-wheels-{os.getuid()}")
 _TIMEOUT_S = 240.0
+# Python has filters of archives since 3.11.4; Debian 12 has 3.11.2. The files are known by their checksums.
+_FILTER: dict[str, Any] = {"filter": "data"} if sys.version_info >= (3, 11, 4) else {}
 
 
 def unpacked(requirement: str, sha256: str, *, source: bool = False) -> Path:
@@ -33,9 +36,8 @@ def unpacked(requirement: str, sha256: str, *, source: bool = False) -> Path:
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
                 archive = _download(requirement, sha256, Path(scratch), source)
-                shutil.unpack_archive(
-                    archive, Path(scratch) / "unpacked", "gztar" if source else "zip", filter="data" if source else None
-                )
+                how = _FILTER if source else {}
+                shutil.unpack_archive(archive, Path(scratch) / "unpacked", "gztar" if source else "zip", **how)
                 (Path(scratch) / "unpacked").rename(folder)
     return folder
 
@@ -102,7 +104,7 @@ def npm_package(spec: str, sha512: str) -> Path:
                 if found != sha512:
                     pytest.fail(f"{spec} is not the file that this test was written for: its sha512 is {found}")
                 with tarfile.open(archive) as packed:
-                    packed.extractall(Path(scratch) / "unpacked", filter="data")
+                    packed.extractall(Path(scratch) / "unpacked", **_FILTER)
                 (Path(scratch) / "unpacked").rename(folder)
     return folder / "package"
 

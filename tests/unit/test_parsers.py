@@ -191,6 +191,29 @@ def test_the_look_of_a_token_is_text(name: str) -> None:
         assert got == Read(raw, "", (), ())
 
 
+JSON_BETWEEN = ("hermes", "deepseek_v31", "kimi_k2", "nemotron")
+
+
+@pytest.mark.parametrize("name", JSON_BETWEEN)
+@pytest.mark.parametrize("cuts", [None, [1], [5, 3]])
+def test_a_delimiter_inside_a_string_is_text(name: str, cuts: list[int] | None) -> None:
+    """Also as a token: models that write about calls generate it there. If the string has no end, tokens end the text
+    that is no call, and the next call is read."""
+    for write in WRITERS[name]:
+        for words in both(name):
+            for delimiter in markers_of(name):
+                call = "get_weather", {"city": f"a{delimiter}b", "days": 3}
+                got = parse(name, words.split(f"{write(*call)}\nSo."), words, cuts=cuts)
+                assert [(n, json.loads(a)) for n, a in got.calls] == [call], delimiter
+                assert got.text == "So."
+        for city in ("a", "b"):
+            unclosed = write("get_weather", {"zip": "a", "city": "b"}).replace(f'"{city}"', f'"{city}')
+            words = both(name)[0]
+            got = parse(name, words.split(f"{unclosed}\n{write(*CALLS[0])}"), words, cuts=cuts)
+            assert [(n, json.loads(a)) for n, a in got.calls] == CALLS[:1]
+            assert f'"{city}' in got.text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_tools_calls_are_text(name: str) -> None:
     words = Vocabulary(())

@@ -50,6 +50,11 @@ class Incomplete(ValueError):
     """The delimiter that seemed to end the call lies inside one of its values."""
 
 
+class InString(Incomplete):
+    """It lies inside a string of JSON: there it is text, even if the model generated it as a token, as models do that
+    write about calls."""
+
+
 MakeId = Callable[[Call, int], str]  # (call, its index in the conversation) -> the call's id
 _ALPHANUMERIC = string.ascii_letters + string.digits
 

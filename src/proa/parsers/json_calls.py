@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from proa.parsers.calls import Call, Incomplete, Malformed, Tools, as_arguments, load_json_object
+from proa.parsers.calls import Call, Incomplete, InString, Malformed, Tools, as_arguments, load_json_object
 
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines into strings
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*(?P<end>"?)', re.DOTALL)
@@ -61,9 +61,9 @@ def read_mistral(body: str, tools: Tools) -> list[Call]:
 def _object(text: str) -> dict[str, Any]:
     try:
         return load_json_object(text)
-    except Malformed:
+    except Malformed as error:
         if ends_in_string(text):
-            raise Incomplete("the text ends inside a string") from None
+            raise _incomplete(error.__cause__) from None
         raise
 
 
@@ -77,9 +77,16 @@ def _values(text: str) -> Iterator[Any]:
             value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             if ends_in_string(text):
-                raise Incomplete("the text ends inside a string") from error
+                raise _incomplete(error) from error
             raise Malformed(str(error)) from error
         yield value
+
+
+def _incomplete(error: object) -> Incomplete:
+    """For an error of text that seems to end inside a string: certain if it is the only one."""
+    if isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string"):
+        return InString("the text ends inside a string")
+    return Incomplete("the text may end inside a string")
 
 
 def _call(value: Any) -> Call:

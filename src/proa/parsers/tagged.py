@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from proa.parsers.calls import Call, Incomplete, Malformed, Tools, dump_json, openai_id
+from proa.parsers.calls import Call, Incomplete, InString, Malformed, Tools, dump_json, openai_id
 from proa.parsers.events import Event, Reasoning, Text, ToolArguments, ToolCall
 from proa.parsers.formats import CallFormat, Pair, ReasoningFormat
 from proa.parsers.scan import Anchors, Scanner
@@ -174,8 +174,8 @@ class TaggedAnswer:
             return False
         try:
             calls = self._read(length)
-        except Incomplete:
-            if self._anchors.get(marker) is not None:
+        except Incomplete as error:
+            if self._anchors.get(marker) is not None and not isinstance(error, InString):
                 return self._reject()
             self._searched = length + len(marker)
             return True
