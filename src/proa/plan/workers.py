@@ -32,7 +32,7 @@ LAUNCHED_NICE = 5
 
 
 def plan_threads(asked: int | None, machine: Machine, *, launched: bool) -> tuple[int, Decision]:
-    """The number of workers, and its row. launched: see plan_workers. Raises UsageError if there are fewer CPUs."""
+    """The number of workers, and its row. launched: see plan_workers. Raises UsageError if fewer CPUs are usable."""
     usable, cpus = machine.usable_cores, len(machine.usable_cpus)
     if asked is not None:
         if asked > cpus:
