@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from engine.turn_cases import KINDS, ROWS, case_of, decode, loader, planned, prompt
+from engine.turn_cases import KINDS, ROWS, case_of, decode, planned, prompt
 from engines import Loaded, finish_all, request, tokens_of
 from proa.engine.turns import PrefillTurns
 from proa.machine.cost.turns import GapLimit
-from proa.native.pool import Pool
 
 pytestmark = pytest.mark.one_table  # a test and a kind of executor
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool([[0]], pin=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
-    return loader(pool, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.turn_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, decode, loader, planned, prompt
+from engine.turn_cases import KINDS, PAGE_TOKENS, ROWS, RUNNING, Case, case_of, decode, planned, prompt
 from engines import Loaded, finish_all, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
@@ -21,17 +21,6 @@ from tiny import make_tiny
 
 pytestmark = pytest.mark.one_table  # a test and a kind of executor
 FAMILIES = ["qwen3-moe", "qwen3-next", "qwen2-moe", "deepseek-v3"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool([[0]], pin=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
-    return loader(pool, tmp_path_factory.mktemp("tiny"))
 
 
 def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, list[TokenEvent]]:

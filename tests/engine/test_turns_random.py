@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 
 import msgspec
 import pytest
 
 from engine.random_requests import outcome, requests
-from engine.turn_cases import GRAPHS, KINDS, Case, case_of, loader
+from engine.turn_cases import GRAPHS, KINDS, Case, case_of
 from engines import Loaded, finish_all
 from proa.engine.executors.executor import Pace
-from proa.native.pool import Pool
 from proa.types import EngineRequest, TokenEvent
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool([[0]], pin=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
-    return loader(pool, tmp_path_factory.mktemp("tiny"))
 
 
 def traffic(model: Loaded, seed: int) -> list[EngineRequest]:
