@@ -268,6 +268,7 @@ def test_progress_of_a_long_prompt(client: openai.OpenAI) -> None:
     assert done == sorted(done)
     assert all(p["cache"] <= p["processed"] < p["total"] and p["time_ms"] >= 0 for p in parts)
     assert whole["cache"] <= whole["processed"] == whole["total"]
+    assert whole["time_ms"] >= 0
     assert chunks[len(found) - 1].prompt_progress == whole  # before the first object with choices
     plain = client.chat.completions.create(**asked, extra_body={"return_progress": True})
     assert plain.choices[0].message.content == "Hello!\n"

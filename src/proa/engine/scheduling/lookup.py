@@ -38,7 +38,8 @@ class PrefixLookup:
         return request.num_left - len(match.pages if match else ()) * self._page_tokens
 
     def num_again(self, request: Request, end: int) -> int:
-        """Of the first `end` tokens of a running request, those that it would compute again if it lost its pages."""
+        """Number of tokens to compute anew, of the first `end`, if a running request is preempted: all but those whose
+        pages are in the prefix cache."""
         return end - (request.num_shared if self.may_match(request) else 0)
 
     def keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
