@@ -8,6 +8,7 @@ one after the other. A JSON line for each: the first gaps between tokens and the
 the first prompt alone long, the engine prepares something; if it is that of each prompt, the prompt leaves something.
 Of one more prompt of each length, the first decode step as Python's profiler sees it: the functions in which the host
 spends most time; and with a GPU, of the next one, calls of the driver and work on the device by torch's profiler.
+--first host|device: instead, such profiles of the engine's very first prompt and of the decode step after it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import io
 import json
 import pstats
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -29,7 +30,7 @@ from routed_prompts import add_model_options, loaded, shape_of, times_of
 
 from proa.bench.prompts import random_prompts
 
-SHOWN, DECODED = 14, 40  # lines of a profile; tokens of an answer
+SHOWN, DECODED = 24, 40  # lines of a profile; tokens of an answer
 
 
 def in_first_step(context: AbstractContextManager[None]) -> Callable[[int], None]:
@@ -76,6 +77,9 @@ def device_profile() -> Iterator[None]:
         })  # fmt: skip
 
 
+PROFILES = {"host": host_profile, "device": device_profile}
+
+
 def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
@@ -87,10 +91,27 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--resident", type=float, default=25, help="percentage of experts in VRAM")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--first", choices=PROFILES)
     asked = parser.parse_args()
     asked.decode = DECODED
     shape = shape_of(asked)
     engine, hybrid, _ = loaded(asked, "zipf", round(shape.experts * asked.resident / 100))
+    if asked.first:
+        with device_profile() if asked.first == "device" else nullcontext():
+            pass  # loads the profiler
+        (prompt,) = random_prompts(shape.vocab, 1, asked.tokens[0])
+        of_prompt, of_step = PROFILES[asked.first](), in_first_step(PROFILES[asked.first]())
+        of_prompt.__enter__()
+
+        def told(tokens: int) -> None:
+            if tokens == 1:
+                of_prompt.__exit__(None, None, None)
+            of_step(tokens)
+
+        at_s = times_of(engine, prompt, "first", DECODED, temperature=asked.temperature, told=told)
+        say({"first_token_ms": round(1e3 * at_s[0], 1), "later": [round(1e3 * (b - a), 1) for a, b in pairwise(at_s)][:3]})
+        hybrid.close()
+        return
     for tokens in asked.tokens:
         prompts = iter(random_prompts(shape.vocab, asked.prompts + 2, tokens, seed=tokens))
         answer = partial(times_of, engine, count=DECODED, temperature=asked.temperature)

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import COPIES, RULES, finish_all, load_decoder, load_native, prefixes, request, tokens_of
-from on_host import host_executor
+from on_host import HostQueue, host_executor
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.engine.engine import Engine
@@ -20,6 +21,7 @@ from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepLim
 from proa.engine.executors.eager import EagerExecutor
 from proa.engine.executors.executor import Executor, Pace
 from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.executors.parts import non_finite_rows
 from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
@@ -112,6 +114,36 @@ def requests(seed: int, vocab: int, count: int = 6) -> list[EngineRequest]:
         )
         for i in range(count)
     ]  # fmt: skip
+
+
+class OpsSeen(TorchDispatchMode):
+    """The ops of torch that are launched meanwhile: names and dtypes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = set[tuple[str, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add((str(func), *(str(of.dtype) for of in args if isinstance(of, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_warm_ups_launch_the_ops_around_the_model(attention: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads the kernel of an op at its first use, which took 17 to 45 ms for each in a first request."""
+    monkeypatch.setattr(HostQueue, "capture", lambda queue, launch: lambda: None)  # what graphs hold is launched before
+    executor = executor_of(attention, "graphs")
+    assert isinstance(executor, GraphExecutor)
+    with OpsSeen() as warm:
+        for task in executor.warm_ups(compiled=True):
+            task()
+    first = executor.launch(StepBatch([Span((5,), 0, (0,), 0)]))
+    executor.sample(first, [0], [Row(GREEDY, [5], 1)])
+    with torch.inference_mode(), OpsSeen() as used:
+        second = executor.launch(StepBatch([Span((0,), 1, (0,), 0)]), first)
+        assert non_finite_rows((executor._on.hidden[:1],), 1) == []
+    executor.sample(second, [0], [Row(GREEDY, [5], 1)])
+    assert ("aten.clamp_.default", "torch.int64") in used.ops
+    assert used.ops <= warm.ops
 
 
 @pytest.mark.one_table

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ops.paged_attention import attended, in_e4m3, on, paged, softmax_of
 from ops.triton_bounds import assert_within, poisoned, rand
+from proa.models.mixers import AttentionKernel
+from proa.ops.attention_rates import inputs_of
 from proa.ops.cuda_attention import SegmentedAttention, cudnn, segments_of, tiles_of
 from proa.ops.gpu_traits import GpuTraits, traits_of
 from proa.ops.sizes import SEGMENT_TOKENS, segment_rows
@@ -54,13 +56,13 @@ def test_segments_cover_without_gaps(count: int) -> None:
 def run(
     q_lens: list[int], pasts: list[int], heads: int, kv_heads: int, dim: int, rng: torch.Generator,
     device: torch.device, attention: SegmentedAttention, *, e4m3: bool = False, sinks: bool = False,
-    beside: bool = False,
+    beside: bool = False, fused: bool = False,
 ) -> bool:  # fmt: skip
-    """Compare with float64. Returns whether segments were used."""
+    """Compare with float64. Returns whether segments were used. fused: queries are a part of wider rows."""
     kv_lens = [rows + past for rows, past in zip(q_lens, pasts, strict=True)]
     p = paged(kv_lens, kv_heads, dim, 16, rng, device)
     p = in_e4m3(p) if e4m3 else p
-    q = rand(rng, sum(q_lens), heads, dim).to(device)
+    q = rand(rng, sum(q_lens), heads + fused * 2 * kv_heads, dim).to(device)[:, :heads]
     softmax = softmax_of(dim, heads, None, sinks, rng)
     starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
     states = torch.zeros(len(q_lens), dtype=torch.int32, device=device)
@@ -114,6 +116,20 @@ def test_segments_beside_decode_are_short(
     attention = SegmentedAttention(noted, traits, TILE_ROWS, SEGMENTS, SEGMENTS[1:])
     assert run([32], [340], 4, 2, 16, rng, device, attention, beside=beside)
     assert seen == tokens
+
+
+def test_the_library_sees_the_strides_of_the_trial(rng: torch.Generator, device: torch.device) -> None:
+    """Each new one would take cuDNN 60 ms, in a prompt instead of at start."""
+    seen = set[tuple[int, ...]]()
+
+    def noted(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        seen.add((*q.stride()[1:], *keys.stride()[1:], *values.stride()[1:]))
+        return plain(q, keys, values, scale)
+
+    traits = traits_of(device) if device.type == "cuda" else GpuTraits(80, 1)
+    assert run([32], [340], 4, 2, 16, rng, device, SegmentedAttention(noted, traits, TILE_ROWS, SEGMENTS), fused=True)
+    q, keys, values = inputs_of(AttentionKernel(4, 2, 16), SEGMENTS[0], device)
+    assert seen == {(*q.stride()[1:], *keys.stride()[1:], *values.stride()[1:])}
 
 
 def test_short_pasts_are_left_to_the_other_kernel(rng: torch.Generator, device: torch.device) -> None:

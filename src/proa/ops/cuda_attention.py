@@ -1,9 +1,9 @@
 """Attention on an NVIDIA GPU: Proa's kernels over pages, and for long prompts a library's over segments of the past.
 Never: the kernels, which of the two is faster.
 
-A library's kernel needs contiguous keys and values, and prepares each shape it is called with, which takes 40 to 70 ms
-with cuDNN (docs/decisions/056-attention-of-long-prompts.md). So it computes rectangles of a few fixed shapes: tiles of
-query rows by segments of keys that all of these rows see. Proa's kernel computes the rest, up to the diagonal, and the
+A library's kernel needs contiguous keys and values, and prepares each shape and stride it is called with, which takes
+40 to 70 ms with cuDNN (docs/decisions/056-attention-of-long-prompts.md). So it computes rectangles of a few fixed
+shapes: tiles of contiguous query rows by segments of keys that all of these rows see. Proa's kernel computes the rest, up to the diagonal, and the
 results are merged by their sums of exponentials.
 """
 
@@ -134,6 +134,7 @@ class SegmentedAttention:
         attention.prefill(q, cache, rest, starts, lens, softmax, out, sizes, native_codes=self._native)
         if sizes is None:
             return
+        q = q.contiguous()  # rows of the fused projections are wider, and cuDNN prepares each stride anew
         merged, result = torch.empty(0), out
         if len(segments) > SEGMENTS_MERGED:
             merged = torch.empty(q.shape, device=q.device)

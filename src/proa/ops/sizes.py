@@ -122,10 +122,11 @@ def segment_rows(heads: int) -> int:
 
 
 def segment_bytes(heads: int, kv_heads: int, dim: int) -> int:
-    """Bytes of the buffers of attention over segments: keys and values of a segment, results that are merged at once,
-    and in float32 merged results and sums of exponentials."""
+    """Bytes of the buffers of attention over segments: a tile's queries, keys and values of a segment, results that are
+    merged at once, and in float32 merged results and sums of exponentials."""
     vectors = segment_rows(heads) * heads
-    return 2 * 2 * SEGMENT_TOKENS[0] * kv_heads * dim + vectors * (SEGMENTS_MERGED * (2 * dim + 4) + 4 * dim + 4)
+    of_vector = 2 * dim + SEGMENTS_MERGED * (2 * dim + 4) + 4 * dim + 4
+    return 2 * 2 * SEGMENT_TOKENS[0] * kv_heads * dim + vectors * of_vector
 
 
 def latent_splits(sequences: int, tiles: int, processors: int) -> int:

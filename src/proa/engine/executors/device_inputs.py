@@ -57,6 +57,11 @@ class DeviceInputs:
         if self._copied is not None:
             self._copied.record()
 
+    def take_tokens(self, best: Tensor, count: int) -> None:
+        """Copy results of the sampler to the tokens of a decode step, on the device. A row without a result, non-finite
+        or left to the CPU, gets token 0. best: int32 [>= count]."""
+        self.tokens[:count].copy_(best[:count]).clamp_(min=0)
+
 
 def _views(block: Tensor, counts: Sequence[int], starts: Sequence[int]) -> list[Tensor]:
     dtypes = (torch.int64,) * 3 + (torch.int32,) * 4

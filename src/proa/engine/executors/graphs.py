@@ -27,7 +27,7 @@ from proa.engine.executors.device_inputs import DeviceInputs
 from proa.engine.executors.device_queue import Mark
 from proa.engine.executors.device_steps import DeviceSteps
 from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
-from proa.engine.executors.parts import BlockByBlock, Chunk
+from proa.engine.executors.parts import BlockByBlock, Chunk, non_finite_rows
 from proa.engine.executors.queues import Queues
 from proa.engine.executors.session import NoSession, Session
 from proa.engine.executors.step_timer import StepTimer
@@ -116,7 +116,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
         with self._queues.on_steps():
-            self._capture(bucket, 1)
+            self._capture(bucket, 1).inputs.take_tokens(self._on.best, bucket)  # loads its kernels, as _follow needs
             self._capture_head(bucket)
 
     @torch.inference_mode()
@@ -133,6 +133,7 @@ class GraphExecutor:
             self._on.inputs.copy()
             self._on.run(self._on.inputs, rows)
             self._settle()
+            non_finite_rows((self._on.hidden,), rows)
 
     # ---- launching
 
@@ -210,8 +211,7 @@ class GraphExecutor:
         self._begin()
         self._begin_time()
         captured.inputs.copy()
-        # A non-finite row has no token, nor has a row that the CPU samples.
-        captured.inputs.tokens[:count].copy_(self._on.best[:count]).clamp_(min=0)
+        captured.inputs.take_tokens(self._on.best, count)
         captured.replay()
         self._session.launched()
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 
-ROWS_CHECKED = 4096  # for NaN at once: that takes three times their memory
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -111,11 +109,9 @@ def _numbered(parts: Iterator[Tensor | None]) -> Iterator[tuple[int, Tensor | No
 def non_finite_rows(pieces: Sequence[Tensor], count: int) -> list[int]:
     """The first `count` rows of hidden states [T, hidden], in pieces, that have NaN or infinity, which stay in the
     residual stream once they are there."""
-    bad, left = list[Tensor](), count
+    greatest, left = list[Tensor](), count
     for piece in pieces:
-        live = min(left, len(piece))
-        for at in range(0, live, ROWS_CHECKED):
-            bad.append(~piece[at : min(at + ROWS_CHECKED, live)].isfinite().all(1))
-        left -= live
-    rows: list[int] = torch.cat(bad).nonzero().flatten().tolist() if bad else []
+        greatest.append(torch.linalg.vector_norm(piece[: max(0, left)], torch.inf, dim=1))  # propagates NaN
+        left -= len(piece)
+    rows: list[int] = (~torch.cat([of.cpu() for of in greatest]).isfinite()).nonzero().flatten().tolist()
     return rows
