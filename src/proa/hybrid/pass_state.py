@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ class Asked:
 @dataclass
 class Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
-    then with what the device did since the mark before. typical: later passes of as many tokens are launched like it,
+    then with what the device did since the mark before; arriving: copies that were started. Of both, those that
+    `add_up` has not counted yet. typical: later passes of as many tokens are launched like it,
     so that the GPU's times tell theirs: not the first ones, which load kernels and capture graphs, nor one that only
     begins divided by its routing.
 
@@ -52,7 +53,8 @@ class Pass:
     typical: bool = True
     at: int = 0  # the group under way
     left: int = 0
-    uploads: dict[int, list[Upload]] = field(default_factory=dict)
+    uploads: dict[int, list[Upload]] = field(default_factory=dict)  # by group
+    arriving: deque[Upload] = field(default_factory=deque)
     nbytes: int = 0
     streamed: int = 0  # experts, of the groups that are divided
     copied_s: float = 0.0  # on the host's clock, when all copies that were started are expected to have arrived
@@ -64,16 +66,26 @@ class Pass:
     jobs: Counters | None = None  # the CPU's, when the layer before was divided
     counts: Fetched | None = None  # of the layer's choices, for promotions
     began_s: float = field(default_factory=time.perf_counter)
-    marks: list[tuple[int, Any]] = field(default_factory=list)
+    marks: deque[tuple[int, Any]] = field(default_factory=deque)
+    spent_s: list[float] = field(default_factory=lambda: [0.0] * len(Times._fields))
+    copy_s: float = 0.0  # of copies that have arrived
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk, at most."""
         return -(-self.tokens // self.chunks)
 
+    def add_up(self) -> None:
+        """Count the marks that the device has passed, and the copies that have arrived. Called while the host has
+        nothing else to do: the first token waits for what is left to count at the end."""
+        while len(self.marks) > 1 and self.marks[1][1].passed:
+            before, (what, mark) = self.marks.popleft()[1], self.marks[0]
+            self.spent_s[what] += mark.seconds_since(before)
+        while self.arriving and (took_s := self.arriving[0].seconds()) is not None:
+            self.copy_s += took_s
+            self.arriving.popleft()
+
+    @property
     def times(self) -> Times:
-        """Add up the times between the marks. All launches of the pass must have ended."""
-        sums = [0.0] * len(Times._fields)
-        for (_, before), (what, mark) in itertools.pairwise(self.marks):
-            sums[what] += mark.seconds_since(before)
-        return Times(*sums)
+        """The times between the marks that were counted."""
+        return Times(*self.spent_s)

@@ -50,7 +50,7 @@ from proa.hybrid.pass_rates import after_layer, after_no_job, after_pass
 from proa.hybrid.pass_state import Asked, Pass
 from proa.hybrid.pass_totals import DECIDED, EXPERTS, OF_CPU, OWN, WAITED, PassTotals
 from proa.hybrid.promotions import Promotions
-from proa.hybrid.ring import Group, Ring, groups_of
+from proa.hybrid.ring import Ring, groups_of
 from proa.hybrid.routed_layer import Divided, RoutedLayer, place, tokens_of_each
 from proa.hybrid.tables import Elsewhere, Overlay, Tables
 from proa.hybrid.uploads import Fetched, Uploads, transfers_of
@@ -155,12 +155,7 @@ class Streaming:
         promotes &= not alone  # decode steps that run at the same time may read the slots
         own, self._fetched = heat is None and self._asked.mode == "auto", None  # a fetch ends the one before
         heat = self._seen if heat is None else heat
-        groups = list[Group]()
-        for layer, division in zip(self._streamed, divisions, strict=True):
-            count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
-            experts = self._in_order(layer, self._hottest(layer, heat)[:count])
-            groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
-        one = Pass(tokens, chunks, groups, divisions, counters, alone, heat, own, routed, promotes, left=chunks)
+        one = Pass(tokens, chunks, [], divisions, counters, alone, heat, own, routed, promotes, left=chunks)
         self._pass = one
         one.typical = self._begun[one.chunk_tokens.bit_length()] >= FIRST_SKIPPED
         self._begun[one.chunk_tokens.bit_length()] += 1
@@ -168,11 +163,17 @@ class Streaming:
         self.totals.pass_tokens += tokens
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        for at in range(min(1 if routed else BANKS, len(groups))):
-            self._copy(one, at, groups[at].experts)
+        begun = 0  # copies of groups: each before the other layers are looked at, which takes a millisecond
+        for layer, division in zip(self._streamed, divisions, strict=True):
+            count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
+            experts = self._in_order(layer, self._hottest(layer, heat)[:count])
+            one.groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
+            for at in range(begun, min(1 if routed else BANKS, len(one.groups))):
+                self._copy(one, at, one.groups[at].experts)
+                begun = at + 1
         self._publish(one)
         if not routed:
-            self._count(one, sum(len(group.experts) for group in groups), sum(map(self._in_ram, self._streamed)))
+            self._count(one, sum(len(group.experts) for group in one.groups), sum(map(self._in_ram, self._streamed)))
 
     def _is_routed(self, tokens: int, chunks: int) -> bool:
         """Whether a pass is divided by its routing."""
@@ -253,6 +254,7 @@ class Streaming:
         transfers += transfers_of(numbers, down, bank.down + first * bank.down_bytes)
         upload = self._uploads.start(transfers, self._free[at % BANKS], (self._layers, self.ring))
         one.uploads.setdefault(at, []).append(upload)
+        one.arriving.append(upload)
         nbytes = sum(transfer.nbytes for transfer in transfers)
         one.copied_s = max(one.copied_s, time.perf_counter()) + nbytes / self.rates.copy_bytes_per_s
         one.nbytes += nbytes
@@ -265,6 +267,7 @@ class Streaming:
         fetched = self._uploads.fetch(ids, one.marks[-1][1])  # behind the CPU's last sum
         self._mark(one, OWN)
         ahead, group = self._prepared(one), one.groups[one.at]  # after the wait the device has nothing to do
+        one.add_up()
         nbytes, experts = self._nbytes(group.layer), self._layers[group.layer].experts
         one.chosen = tokens_of_each(fetched.wait(), experts)
         tokens_of = one.chosen[ahead.own]
@@ -413,6 +416,8 @@ class Streaming:
         if one.left:
             return
         counts, one.counts = one.counts, None
+        if not one.routed:  # else it was done
+            one.add_up()
         if one.promotes and self.promotions is not None:
             group = one.groups[one.at]
             chosen = one.chosen if counts is None else self.promotions.unseen(group.layer, counts.wait())
@@ -450,23 +455,22 @@ class Streaming:
         if one is None:
             return
         self._see()
-        seconds = [upload.seconds() for uploads in one.uploads.values() for upload in uploads]
-        if None in seconds:
+        one.add_up()
+        if one.arriving:
             return
-        copy_s = sum(second for second in seconds if second is not None)
         if not one.routed:  # else each layer was learned from
-            self.rates = self.rates.after_copies(one.nbytes, copy_s)
+            self.rates = self.rates.after_copies(one.nbytes, one.copy_s)
         jobs = one.chunks * sum(of.cpu_s > 0 for of in one.divisions)
         if counters.jobs - one.before.jobs != jobs:
             return  # decode ran in between, whose jobs cost other times
-        times, took_s = one.times(), time.perf_counter() - one.began_s
+        times, took_s = one.times, time.perf_counter() - one.began_s
         self.rates = after_pass(self.rates, one, times, counters)
         if not jobs and not one.alone and self._asked.mode == "auto":
             layer = self._streamed[0]
             in_ram, chosen = self._in_ram(layer), self._chosen(self._in_ram(layer), self._layers[layer].experts)
             self.rates = after_no_job(self.rates, self._trial, one, in_ram, self._nbytes(layer), chosen)
         totals = self.totals
-        totals.copy_s += copy_s
+        totals.copy_s += one.copy_s
         totals.predicted_s += sum(of.seconds for of in one.divisions)
         totals.took_s += took_s
         totals.own_s += times.own

@@ -70,6 +70,10 @@ class Fetched(Protocol):
 class Mark(Protocol):
     """A point in the order of launches on the current stream."""
 
+    @property
+    def passed(self) -> bool:
+        """Whether the device has done all that was launched before."""
+
     def seconds_since(self, earlier: Self) -> float:
         """Device time between two marks that were passed."""
 
@@ -132,6 +136,11 @@ class GpuUploads:
 @dataclass(frozen=True)
 class GpuMark:
     event: torch.cuda.Event
+
+    @property
+    def passed(self) -> bool:
+        done: bool = self.event.query()  # type: ignore[no-untyped-call]
+        return done
 
     def seconds_since(self, earlier: GpuMark) -> float:
         took_ms: float = earlier.event.elapsed_time(self.event)
@@ -213,6 +222,7 @@ class HostUploads:
 @dataclass(frozen=True)
 class HostMark:
     at_s: float
+    passed = True
 
     def seconds_since(self, earlier: HostMark) -> float:
         return self.at_s - earlier.at_s

@@ -3,8 +3,8 @@ Never: the kernels, which of the two is faster.
 
 A library's kernel needs contiguous keys and values, and prepares each shape and stride it is called with, which takes
 40 to 70 ms with cuDNN (docs/decisions/056-attention-of-long-prompts.md). So it computes rectangles of a few fixed
-shapes: tiles of contiguous query rows by segments of keys that all of these rows see. Proa's kernel computes the rest, up to the diagonal, and the
-results are merged by their sums of exponentials.
+shapes: tiles of contiguous query rows by segments of keys that all of these rows see. Proa's kernel computes the rest,
+up to the diagonal, and the results are merged by their sums of exponentials.
 """
 
 from __future__ import annotations
