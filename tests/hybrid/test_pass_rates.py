@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid.passes import Load, passed, spans
 from hybrid_engines import Kept, Split
@@ -13,7 +16,7 @@ from proa.engine.executors.batch import StepBatch
 from proa.engine.executors.executor import Executor
 from proa.hybrid.pass_rates import after_layer, after_no_job, after_pass
 from proa.hybrid.pass_state import Pass
-from proa.hybrid.pass_totals import Times
+from proa.hybrid.pass_totals import OWN, Times
 from proa.hybrid.ring import Group
 from proa.hybrid.streaming import Streaming
 from proa.machine.cost.prefill import CpuExpertCost, Division, PrefillRates
@@ -56,6 +59,45 @@ def test_the_cost_of_counted_experts_is_measured_in_each_pass() -> None:
     assert rates.counted_cpu.expert_s == pytest.approx(1.3 * TRIAL.expert_s, rel=0.01)
     assert rates.counted_cpu.pair_s == pytest.approx(1.3 * TRIAL.pair_s, rel=0.01)
     assert rates.cpu.expert_s != pytest.approx(1.3 * TRIAL.expert_s, rel=0.1), "the divisions foresaw other jobs"
+
+
+class OnDevice:
+    """A mark, or a copy of one second, that the device reaches at a time of its clock, in seconds."""
+
+    now = 0.0
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
+
+    @property
+    def passed(self) -> bool:
+        return self._at_s <= OnDevice.now
+
+    def seconds_since(self, earlier: OnDevice) -> float:
+        assert min(self.passed, earlier.passed), "the driver refuses it"
+        return self._at_s - earlier._at_s
+
+    def seconds(self) -> float | None:
+        return 1.0 if self.passed else None
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=12), st.lists(st.integers(0, 120)))
+def test_times_are_added_up_while_the_pass_runs(parts: list[tuple[int, int]], looks: list[int]) -> None:
+    """Whenever the host looks, the sums at the end are those of all marks and copies."""
+    at_s = list(itertools.accumulate((took for _, took in parts), initial=0))
+    one = with_layers(1, 0)
+    one.marks.extend(zip((OWN, *(what for what, _ in parts)), map(OnDevice, at_s), strict=True))
+    one.arriving.extend(map(OnDevice, at_s))  # type: ignore[arg-type]
+    for look in sorted(looks):
+        OnDevice.now = look
+        one.add_up()
+        assert sum(one.times) == max([at for at in at_s if at <= look], default=0)
+        assert one.copy_s == sum(at <= look for at in at_s)
+        assert one.marks, "a fetch waits for the last mark"
+    OnDevice.now = 200.0
+    one.add_up()
+    assert one.times == Times(*(sum(took for what, took in parts if what == of) for of in range(5)))
+    assert (len(one.marks), len(one.arriving)) == (1, 0)
 
 
 @pytest.mark.parametrize("factor", [1.5, 4.0, 8.0])

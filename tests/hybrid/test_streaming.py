@@ -200,6 +200,20 @@ def test_layers_that_are_alike_are_divided_once(load: Load, monkeypatch: pytest.
     assert asked == [layers[0]]
 
 
+def test_copies_start_before_other_layers_are_planned(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that waits for the host is idle."""
+    keep, order = list[Kept](), list[str]()
+    executor = load("qwen3-moe", Split(0.25, prefill="stream", ring_bytes=1 << 22), "sim", rows=192, keep=keep)
+    streaming = keep[0].hybrid.streaming
+    assert streaming is not None
+    assert len(streaming._streamed) > 2
+    for name in ("_hottest", "_copy", "_publish"):
+        monkeypatch.setattr(streaming, name, partial(_noted, order, name, getattr(streaming, name)))
+    passed(executor, StepBatch(spans(prompts([50]))))
+    assert order[:4] == ["_hottest", "_copy"] * 2
+    assert order.index("_publish") == len(streaming._streamed) + 2
+
+
 @given(experts=st.lists(st.integers(0, 500), unique=True, max_size=60), count=st.integers(1, 12))
 def test_groups_are_a_division(experts: list[int], count: int) -> None:
     groups = groups_of(3, experts, count)

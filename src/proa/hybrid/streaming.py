@@ -163,7 +163,7 @@ class Streaming:
         self.totals.pass_tokens += tokens
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        begun = 0  # copies of groups: each before the other layers are looked at, which takes a millisecond
+        begun = 0  # groups whose copies have started: the link would be idle while later layers are planned, for 1 ms
         for layer, division in zip(self._streamed, divisions, strict=True):
             count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
             experts = self._in_order(layer, self._hottest(layer, heat)[:count])
