@@ -32,9 +32,9 @@ class Asked:
 class Pass:
     """A pass under way. left: chunks of the group under way that were not launched yet. marks: at the pass's begin;
     then with what the device did since the mark before; arriving: copies that were started. Of both, those that
-    `add_up` has not counted yet. typical: later passes of as many tokens are launched like it,
-    so that the GPU's times tell theirs: not the first ones, which load kernels and capture graphs, nor one that only
-    begins divided by its routing.
+    `add_up` has not counted yet. typical: later passes of as many tokens are launched like it, so that the GPU's times
+    tell theirs: not the first ones, which load kernels and capture graphs, nor one that only begins divided by its
+    routing.
 
     If it is routed: groups have the heads of layers whose routing is not known yet. chosen: tokens of each expert of
     the layer under way; tail: its experts to copy besides the head; divided: until the copies of these have started;

@@ -116,7 +116,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
         with self._queues.on_steps():
-            self._capture(bucket, 1).inputs.take_tokens(self._on.best, bucket)  # loads its kernels, as _follow needs
+            self._capture(bucket, 1).inputs.take_tokens(self._on.best, bucket)  # loads the kernels of _follow
             self._capture_head(bucket)
 
     @torch.inference_mode()
