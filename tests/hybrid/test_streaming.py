@@ -214,6 +214,32 @@ def test_copies_start_before_other_layers_are_planned(load: Load, monkeypatch: p
     assert order.index("_publish") == len(streaming._streamed) + 2
 
 
+@pytest.mark.parametrize("ring", [1 << 22, FEW["qwen3-moe"]])
+def test_counts_are_not_read_between_the_layers_of_a_pass(ring: int, load: Load) -> None:
+    """Each look reads those of all layers. The last ones miss none."""
+    keep: list[Kept] = []
+    split = Split(0.25, inclusive=True, spare=2, prefill="stream", ring_bytes=ring)
+    executor = load("qwen3-moe", split, "sim", rows=192, keep=keep, every=False)
+    hybrid = keep[0].hybrid
+    counting, streaming = hybrid.counting, hybrid.streaming
+    assert counting is not None
+    assert streaming is not None
+    looks, look = list[int](), counting.look
+
+    def noted() -> Any:
+        looks.append(len(one.groups) - one.at if (one := streaming._pass) else 0)
+        return look()
+
+    counting.look = noted  # type: ignore[method-assign]
+    batch = StepBatch(spans(prompts([50])))
+    for _ in range(3):
+        passed(executor, batch)
+    assert looks
+    assert set(looks) <= {0, 1, 2}
+    counting.settle()
+    assert counting.totals.sum() == 3 * 50 * counting._top_k * len(streaming._streamed)
+
+
 @given(experts=st.lists(st.integers(0, 500), unique=True, max_size=60), count=st.integers(1, 12))
 def test_groups_are_a_division(experts: list[int], count: int) -> None:
     groups = groups_of(3, experts, count)

@@ -61,6 +61,18 @@ WRONG_CHAT: dict[str, tuple[dict[str, Any], str | None]] = {
         {"messages": [{"role": "assistant", "tool_calls": {"function": {}}}]},
         "messages[0].tool_calls",
     ),
+    "tool call without name": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
+    "name of a tool call no string": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, {"function": {"name": []}}]}]},
+        "messages[0].tool_calls[1].function.name",
+    ),
+    "arguments of a tool call a number": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     "tools misshapen": ({"tools": [{"name": "f"}]}, "tools[0]"),
     "forced tool": ({"tool_choice": "required"}, "tool_choice"),
     "named tool": ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -106,6 +106,11 @@ class Streaming:
         return self._pass is not None
 
     @property
+    def midway(self) -> bool:
+        """Whether a pass is under way that has more layers, or groups of experts, to launch than the ring has banks."""
+        return self._pass is not None and self._pass.at + BANKS < len(self._pass.groups)
+
+    @property
     def active(self) -> bool:
         """Whether launches belong to the pass."""
         return self._active

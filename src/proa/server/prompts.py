@@ -23,7 +23,7 @@ _INLINE_CHARACTERS = 8192  # up to this length, tokenising takes less time than 
 
 
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Validate messages for the chat template. Unknown keys, parts and tool calls are passed on unchanged.
+    """Validate messages for the chat template. Unknown keys of messages and tool calls are passed on unchanged.
 
     The role "developer" becomes "system", the name that templates use; the older role "function" and the field
     "function_call" become a tool's result and a tool call. Raises ApiError 400.
@@ -75,6 +75,13 @@ def _check_tool_calls(calls: Any, path: str) -> None:
     is_list = isinstance(calls, list)
     if not is_list or not all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls):
         raise _invalid(path, 'tool_calls must be a list of {"type": "function", "function": {...}}.')
+    for i, call in enumerate(calls):
+        called = call["function"]
+        if not isinstance(called.get("name"), str):
+            raise _invalid(f"{path}[{i}].function.name", "The call needs the function's name, a string.")
+        if not isinstance(called.get("arguments"), str | dict | None):
+            message = "The arguments of a call must be a string of JSON or an object."
+            raise _invalid(f"{path}[{i}].function.arguments", message)
 
 
 @dataclass(frozen=True)
