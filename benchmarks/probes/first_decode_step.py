@@ -19,7 +19,7 @@ import io
 import json
 import pstats
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -29,6 +29,7 @@ import torch
 from routed_prompts import add_model_options, loaded, shape_of, times_of
 
 from proa.bench.prompts import random_prompts
+from proa.engine.engine import Engine
 
 SHOWN, DECODED = 24, 40  # lines of a profile; tokens of an answer
 
@@ -84,6 +85,25 @@ def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
+def profile_first(
+    engine: Engine, prompt: list[int], profile: Callable[[], AbstractContextManager[None]], temperature: float
+) -> None:
+    """Profile an engine's first prompt, and then the decode step after it."""
+    with profile():
+        pass  # loads the profiler
+    of_prompt, of_step = ExitStack(), in_first_step(profile())
+
+    def told(tokens: int) -> None:
+        if tokens == 1:
+            of_prompt.close()
+        of_step(tokens)
+
+    of_prompt.enter_context(profile())
+    at_s = times_of(engine, prompt, "first", DECODED, temperature=temperature, told=told)
+    later = [round(1e3 * (b - a), 1) for a, b in pairwise(at_s)]
+    say({"first_token_ms": round(1e3 * at_s[0], 1), "later": later[:3]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser, "bf16")
@@ -97,19 +117,8 @@ def main() -> None:
     shape = shape_of(asked)
     engine, hybrid, _ = loaded(asked, "zipf", round(shape.experts * asked.resident / 100))
     if asked.first:
-        with device_profile() if asked.first == "device" else nullcontext():
-            pass  # loads the profiler
         (prompt,) = random_prompts(shape.vocab, 1, asked.tokens[0])
-        of_prompt, of_step = PROFILES[asked.first](), in_first_step(PROFILES[asked.first]())
-        of_prompt.__enter__()
-
-        def told(tokens: int) -> None:
-            if tokens == 1:
-                of_prompt.__exit__(None, None, None)
-            of_step(tokens)
-
-        at_s = times_of(engine, prompt, "first", DECODED, temperature=asked.temperature, told=told)
-        say({"first_token_ms": round(1e3 * at_s[0], 1), "later": [round(1e3 * (b - a), 1) for a, b in pairwise(at_s)][:3]})
+        profile_first(engine, prompt, PROFILES[asked.first], asked.temperature)
         hybrid.close()
         return
     for tokens in asked.tokens:
