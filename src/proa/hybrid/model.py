@@ -375,9 +375,9 @@ class HybridModel:
             tables.share(share)
 
     def launched(self) -> None:
-        """After a launch, while the device computes: read counts and start moves. Not between the layers of a pass: no
-        move starts before its end, and each look reads the counts of all layers, for 0.7 ms of the host's 2.2 for a
-        layer (H200, 24 layers)."""
+        """After a launch, while the device computes: read counts and start moves. In a pass only after its last layers:
+        no move starts earlier, and reading the counts of all layers after each one took 0.7 of the 2.2 ms that the host
+        needs for a layer (H200, 24 layers)."""
         if self._aside or (self.streaming is not None and self.streaming.midway):
             return
         seen = None if self.counting is None else self.counting.look()

@@ -107,7 +107,7 @@ class Streaming:
 
     @property
     def midway(self) -> bool:
-        """Whether a pass is under way that has more layers, or groups of experts, to launch than the ring has banks."""
+        """Whether a pass is under way that has more groups of experts to launch than the ring has banks."""
         return self._pass is not None and self._pass.at + BANKS < len(self._pass.groups)
 
     @property
@@ -168,14 +168,13 @@ class Streaming:
         self.totals.pass_tokens += tokens
         self._mark(one, OWN)
         self._free = [one.marks[0][1]] * BANKS
-        begun = 0  # groups whose copies have started: the link would be idle while later layers are planned, for 1 ms
         for layer, division in zip(self._streamed, divisions, strict=True):
             count = head(division.streamed, self._nbytes(layer), tokens, self.rates) if routed else division.streamed
             experts = self._in_order(layer, self._hottest(layer, heat)[:count])
-            one.groups += groups_of(layer, experts, self.ring.groups(layer, len(experts)))
-            for at in range(begun, min(1 if routed else BANKS, len(one.groups))):
-                self._copy(one, at, one.groups[at].experts)
-                begun = at + 1
+            for group in groups_of(layer, experts, self.ring.groups(layer, len(experts))):
+                one.groups.append(group)
+                if len(one.groups) <= (1 if routed else BANKS):  # at once: PCIe is idle until copies start
+                    self._copy(one, len(one.groups) - 1, group.experts)
         self._publish(one)
         if not routed:
             self._count(one, sum(len(group.experts) for group in one.groups), sum(map(self._in_ram, self._streamed)))
